@@ -219,9 +219,6 @@ class Recorder(BaseStreamer):
 BASELINES: dict[str, dict] = {
     "shape with attention": {"attention": True},
     "shape with Markov bias": {"step_mode": "parallel", "token_conditioning": "root", "markov_rank": 4},
-    "shape with recurrent Markov bias": {
-        "step_mode": "parallel", "token_conditioning": "root", "markov_rank": 6, "markov_head_type": "rnn",
-    },
     "shape with coupling": {"step_mode": "parallel", "token_conditioning": "none", "markov_rank": 4, "coupling": 9},
     "shape of three layers": {"attention": True, "feature_layers": [1, 2, -1]},
     "medusa": {"kind": "medusa", "own_heads": True},

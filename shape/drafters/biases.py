@@ -9,8 +9,7 @@ from torch import Tensor
 
 from shape.drafters.growing import Biases
 from shape.drafters.path_state import PathState
-from shape.networks.layers import MarkovBias, MarkovTable, PathMarkov, SelectorMarkov, StateMarkov
-from shape.networks.single import PathKnown
+from shape.networks.layers import MarkovBias, MarkovTable, RecurrentMarkov, SelectorMarkov, StateMarkov
 
 _EMBEDDED = 4096  # tokens whose embeddings are held at once
 _TABLED = 2**24  # biases of tokens by tokens before them that are kept as a table
@@ -39,7 +38,7 @@ class PathBias:
         self.reduced = torch.cat([markov.reduced(some, embed(some)) for some in tokens.split(_EMBEDDED)])
         few = len(tokens) ** 2 <= _TABLED and not self.reads_states
         self.table: Tensor | None = markov(self.reduced) if few else None
-        most = {PathMarkov: _ALONG_PATHS, SelectorMarkov: _CHOSEN_AMONG}
+        most = {RecurrentMarkov: _ALONG_PATHS, SelectorMarkov: _CHOSEN_AMONG}
         room = next((size for kind, size in most.items() if isinstance(markov, kind)), 0)
         small = self.reduced.numel() <= room and self.reduced.device.type == "cpu"
         self.on_host = small or not self.reads_states
@@ -78,7 +77,7 @@ class PathBias:
         return self.markov(read), carried
 
     def for_loops(
-        self, numbers: np.ndarray, root: Tensor, embedding: Tensor, states: Tensor, known: PathKnown | None
+        self, numbers: np.ndarray, root: Tensor, embedding: Tensor, states: Tensor
     ) -> tuple[Biases, Biases | Callable[[np.ndarray], Biases]]:
         """For the host's loops, behind the roots and behind all other nodes.
 
@@ -86,22 +85,17 @@ class PathBias:
             numbers, root: (B,), of the roots among what can be drafted, negative for those that are not, and in the
                 target's vocabulary. embedding: (B, 1, H), theirs.
             states: (B, depth, H), those whose logits are biased.
-            known: what a bias along paths knows of these, where that is at hand.
         """
         if self.reads_states:
-            found = self._along_paths(root, embedding, states, known)
+            found = self._along_paths(root, embedding, states)
             return found, found
         return self._first_on_host(numbers, root, embedding), self._later_on_host()
 
-    def _along_paths(self, root: Tensor, embedding: Tensor, states: Tensor, known: PathKnown | None) -> Biases:
-        markov = self.markov
-        assert isinstance(markov, StateMarkov)
-        if known is None:
-            by_state = F.linear(markov.seen(states.to(self._of_states.dtype)), self._of_states, self._offset)
-            known = markov.reduced(root[:, None], embedding).float(), by_state.float()
-        roots, by_state = known
+    def _along_paths(self, root: Tensor, embedding: Tensor, states: Tensor) -> Biases:
+        by_state = F.linear(states.to(self._of_states.dtype), self._of_states, self._offset)
+        roots = self.markov.reduced(root[:, None], embedding)[:, 0]
         tokens, *weights = self._weights
-        path = PathState(roots[:, 0].numpy(), tokens, by_state.numpy(), *weights)
+        path = PathState(roots.float().numpy(), tokens, by_state.float().numpy(), *weights)
         return Biases(_NOTHING, True, path=path)
 
     def _rows(self, found: Tensor) -> Biases:
@@ -125,7 +119,7 @@ def _by_input(markov: MarkovBias | MarkovTable) -> tuple[Tensor, Tensor | None, 
     """What reads the states, its offset, and the other weights of a ``PathState``."""
     if isinstance(markov, SelectorMarkov):
         return markov.hidden_projection.weight, None, [markov.expansion.weight, torch.empty(0, 0)]
-    assert isinstance(markov, PathMarkov)
+    assert isinstance(markov, RecurrentMarkov)
     joint, expand = markov.joint_proj, markov.expansion.weight
     rank = expand.shape[1]
     return joint.weight[:, 2 * rank :].clone(), joint.bias, [expand.T, joint.weight[:, : 2 * rank].T]

@@ -11,8 +11,8 @@ _ZERO, _ONE, _TWO, _MOST = np.float32(0), np.float32(1), np.float32(2), np.float
 
 
 class PathState(NamedTuple):
-    """What is added to logits along paths by a state of their own (``PathMarkov.step``), or by the product of W_1 e and
-    what the depth says (``SelectorMarkov.step``), all float32.
+    """What is added to logits along paths by a state of their own (``RecurrentMarkov.step``), or by the product of
+    W_1 e and what the depth says (``SelectorMarkov.step``), all float32.
 
     Attributes:
         roots, tokens: (B, rank) and (K, rank), W_1 e of the roots and of the tokens that can be drafted.

@@ -23,7 +23,7 @@ from shape.drafters.growing import Biases, Noise, grow_by_depth, grow_by_path, t
 from shape.errors import TargetMismatch
 from shape.networks.base import Head, Known, Predictor, Remembered
 from shape.networks.shape import windows
-from shape.networks.single import PathKnown, SingleRoot
+from shape.networks.single import SingleRoot
 from shape.target import kernels
 from shape.target.identity import TargetIdentity
 from shape.target.integers import supports
@@ -285,10 +285,10 @@ class TrainedDrafter(Drafter):
             known = self._known(depth)
             carried = network.begin(known, embedding)
         else:
-            all_states, found, path = self._all_steps(embedding, depth)
+            all_states, found = self._all_steps(embedding, depth)
             all_logits = sampler.draft_logits(found, None, self._vocabulary)
             if of_roots is not None and (self._bias is None or self._bias.on_host):
-                return self._grown_on_host(committed.root, of_roots, embedding, all_states, all_logits, path, sampler)
+                return self._grown_on_host(committed.root, of_roots, embedding, all_states, all_logits, sampler)
         rows = torch.arange(root.shape[0], device=root.device)[:, None]
         noise = sampler.draft_noise(depth, self._words, width)
         # The frontier: nodes expanded next, with numbers, joint log-probabilities, embeddings and what they carry.
@@ -357,7 +357,6 @@ class TrainedDrafter(Drafter):
         embedding: Tensor,
         states: Tensor,
         logits: Tensor,
-        path: PathKnown | None,
         sampler: Sampler,
     ) -> TokenTree:
         """The same from the states (B, depth, H) and logits (B, depth, K) of all depths, of which each serves all nodes
@@ -366,7 +365,7 @@ class TrainedDrafter(Drafter):
         Args:
             root, numbers: (B,) int64, tokens, and their numbers in the draft vocabulary. embedding: (B, 1, H), theirs.
         """
-        bias, given = self._bias, (numbers, root, embedding, states, path)
+        bias, given = self._bias, (numbers, root, embedding, states)
         first, later = (_NO_BIAS, _NO_BIAS) if bias is None else bias.for_loops(*given)
         estimated = self.predictor.config.confidence and sampler.greedy
         estimate = partial(self._estimates, root, embedding, states) if estimated else None
@@ -467,15 +466,15 @@ class TrainedDrafter(Drafter):
                 carried = tuple(part[:, wide] for part in carried)
                 embedding = embedding[:, wide]
 
-    def _all_steps(self, root: Tensor, depth: int) -> tuple[Tensor, Tensor, PathKnown | None]:
+    def _all_steps(self, root: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """States (B, depth, H) and logits (B, depth, K) behind roots with embeddings (B, 1, H), where one prediction
-        per depth serves every path, and what a bias along paths knows, where that is at hand.
+        per depth serves every path.
         """
-        network, fused, read, path = self.predictor, self._fused(self.predictor.config.block_size), None, None
+        network, fused, read = self.predictor, self._fused(self.predictor.config.block_size), None
         if isinstance(fused, FusedBlock | FusedParallelEagle) and self.cache is not None:
             states = fused.begin(self.window[:, -1:], root, self.cache)
         elif self.single is not None and self.on_host and len(root) <= _ONE_BY_ONE:
-            states, read, path = self.single(self.window, root[:, 0])
+            states, read = self.single(self.window, root[:, 0])
         else:
             known = self._known(depth)
             carried = network.begin(known, root)
@@ -490,7 +489,7 @@ class TrainedDrafter(Drafter):
         if states.shape[1] > depth:
             states, read = states[:, :depth], None if read is None else read[:, :depth]
         logits = self._logits(states) if read is None else self._target.logits(states, lambda _: read)
-        return states, network.before_bias(logits, None if self._bias is None else self._bias.reduced), path
+        return states, network.before_bias(logits, None if self._bias is None else self._bias.reduced)
 
     def _logits(self, states: Tensor) -> Tensor:
         """(..., H) -> (..., K), over the draft vocabulary."""

@@ -25,7 +25,6 @@ from shape.networks.layers import (
     MarkovBias,
     MarkovTable,
     Memory,
-    RecurrentBias,
     SelectorMarkov,
     StateMarkov,
     normalise,
@@ -118,8 +117,7 @@ class Predictor(PreTrainedModel):
     def _add_token_heads(self) -> None:
         """What reads the token before: a bias and a confidence estimate, where the configuration asks for them."""
         config, size = self.config, self.config.hidden_size
-        kind = RecurrentBias if config.markov_head_type == "rnn" else MarkovBias
-        self.markov = kind(size, config.markov_rank, config.draft_size) if config.markov_rank else None
+        self.markov = MarkovBias(size, config.markov_rank, config.draft_size) if config.markov_rank else None
         self.confidence = nn.Linear(2 * size, 1) if config.confidence else None
 
     # -- what a kind is

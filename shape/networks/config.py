@@ -139,9 +139,9 @@ class ShapeConfig(PreTrainedConfig):
         vocab_size: of the target; needed only where logits have weights of their own and draft_vocab_size is None.
         markov_rank: rank of a bias on the logits by the token before (DSpark's Markov head), for steps that do not read
             it themselves; 0 is none.
-        markov_head_type: whether the bias is of the token before alone ("vanilla"), of a state of its own that goes
-            along the path ("rnn"), gated by the network's state ("gated", of "block"), or by both, for the likeliest
-            tokens of each step, of which no other is drafted ("selector", of "block": DFlash2's).
+        markov_head_type: whether the bias is of the token before alone ("vanilla") or, of "block", of a state of its
+            own that goes along the path ("rnn"), gated by the network's state ("gated"), or by both, for the likeliest
+            tokens of each step, of which no other is drafted ("selector", DFlash2's).
         selector_top_k: "block" with a selector: how many these are.
         conv_kernel_size: "block": places of a block that convolutions around attention and feed-forward part read
             (DFlash2); 0 is none.
@@ -349,14 +349,11 @@ class ShapeConfig(PreTrainedConfig):
         if self.has_decoder_layers and self.num_layers < 1:
             raise ConfigError(f"num_layers is {self.num_layers}: kind {self.kind!r} has at least 1 decoder layer")
         self._check_block()
-        if self.coupling and (not self.markov_rank or self.markov_head_type != "vanilla"):
+        if self.coupling and not self.markov_rank:
+            raise ConfigError(f"coupling is {self.coupling}: it corrects a Markov bias, so give a markov_rank")
+        if self.markov_head_type != "vanilla" and self.kind != "block":
             raise ConfigError(
-                f"coupling is {self.coupling}: it corrects a Markov bias by the token before alone, so give a "
-                "markov_rank and the markov_head_type vanilla"
-            )
-        if self.markov_head_type in ("gated", "selector") and self.kind != "block":
-            raise ConfigError(
-                f"markov_head_type {self.markov_head_type} is for kind block: give kind {self.kind!r} vanilla or rnn"
+                f"markov_head_type {self.markov_head_type} is for kind block: give kind {self.kind!r} vanilla"
             )
         if self.markov_rank and self.token_conditioning == "path":
             raise ConfigError(

@@ -101,10 +101,6 @@ class StateMarkov(nn.Module):
             found.append(read)
         return torch.stack(found, dim=-2)
 
-    def seen(self, states: Tensor) -> Tensor:
-        """States as they are read."""
-        return states
-
 
 class GatedMarkov(StateMarkov, MarkovTable):
     """DSpark's Markov head of the type "gated": the state and W_1[x] weight each part of W_1[x].
@@ -148,44 +144,26 @@ class SelectorMarkov(StateMarkov, MarkovTable):
         return torch.full_like(logits, -torch.inf).scatter(-1, best.indices, best.values)
 
 
-class PathMarkov(StateMarkov):
-    """Of the type "rnn": a state of its own, which starts as zeros, is carried along the path.
-
-    Attributes:
-        joint_proj: makes gate, candidate and what W_2 reads of what is carried, W_1 e and the network's state.
-    """
-
-    joint_proj: nn.Linear
-
-    def step(self, reduced: Tensor, state: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        carried = torch.zeros_like(reduced) if carried is None else carried
-        seen = torch.cat([carried, reduced, self.seen(state.to(reduced)).expand(*reduced.shape[:-1], -1)], dim=-1)
-        gate, candidate, read = self.joint_proj(seen).chunk(3, dim=-1)
-        gate = gate.sigmoid()
-        return read.tanh(), gate * carried + (1 - gate) * candidate.tanh()
-
-
-class RecurrentMarkov(PathMarkov, MarkovTable):
-    """DSpark's Markov head of the type "rnn".
+class RecurrentMarkov(StateMarkov, MarkovTable):
+    """DSpark's Markov head of the type "rnn": a state of its own, which starts as zeros, is carried along the path.
 
     Args:
         size: width of states.
+
+    Attributes:
+        joint_proj: makes gate, candidate and what W_2 reads of what is carried, W_1[x] and the network's state.
     """
 
     def __init__(self, vocabulary: int, rank: int, drafted: int, size: int) -> None:
         super().__init__(vocabulary, rank, drafted)
         self.joint_proj = nn.Linear(2 * rank + size, 3 * rank)
 
-
-class RecurrentBias(PathMarkov, MarkovBias):
-    """The same of projected embeddings. States are normalised, so that targets' with larger ones need no others."""
-
-    def __init__(self, size: int, rank: int, vocabulary: int) -> None:
-        super().__init__(size, rank, vocabulary)
-        self.joint_proj = nn.Linear(2 * rank + size, 3 * rank)
-
-    def seen(self, states: Tensor) -> Tensor:
-        return normalise(states)
+    def step(self, reduced: Tensor, state: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        carried = torch.zeros_like(reduced) if carried is None else carried
+        seen = torch.cat([carried, reduced, state.to(reduced).expand(*reduced.shape[:-1], -1)], dim=-1)
+        gate, candidate, read = self.joint_proj(seen).chunk(3, dim=-1)
+        gate = gate.sigmoid()
+        return read.tanh(), gate * carried + (1 - gate) * candidate.tanh()
 
 
 class ConfidenceHead(nn.Module):

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from shape.loops import add_product, compiled
 from shape.networks.base import Predictor
-from shape.networks.layers import PathMarkov
 from shape.networks.refinement import SinkhornRefinement
 from shape.networks.shape import ShapePredictor
 from shape.target import elements, floats, integers
@@ -27,10 +26,6 @@ from shape.target.inference import states_of
 from shape.target.kernels import TILE, Program, bits, put, row_bytes
 from shape.target.memory import in_large_pages
 from shape.target.quantize import QuantizedLinear, pack
-
-PathKnown = tuple[Tensor, ...]
-"""What a bias along paths (`PathMarkov`) knows before any path: W_1 e of the roots, (B, 1, rank), and what the states
-of all steps add to its joint projection, (B, S, 3 rank), float32."""
 
 
 class _SinkhornSettings(NamedTuple):
@@ -114,16 +109,13 @@ class SingleRoot:
         served = plain and predictor.dtype in (torch.bfloat16, torch.float32)
         return cls(predictor, weight_bits, head) if served else None
 
-    def __call__(self, windows: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor | None, PathKnown | None]:
+    def __call__(self, windows: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor | None]:
         """Of roots, one after the other: (B, W, F) and their (B, H), of any dtype -> states (B, S, H) in the weights',
-        logits (B, S, K) float32 where it has a head, and what a bias along paths knows of them where there is one.
+        and logits (B, S, K) float32 where it has a head.
         """
-        rows, logits, known = len(windows), None, None
+        rows, logits = len(windows), None
         states = torch.empty(rows, *self._states.shape, dtype=self._dtype)
         given = [windows.to(self._dtype).contiguous(), embeddings.to(self._dtype).contiguous(), states]
-        if self._known:
-            known = tuple(torch.empty(rows, *shape, dtype=torch.float32) for shape in self._known)
-            given += known
         if self._logits is not None:
             logits = torch.empty(rows, *self._logits, dtype=torch.float32)
             given.append(logits)
@@ -138,7 +130,7 @@ class SingleRoot:
                         part()
         if logits is not None and self._logits != self._wanted:
             logits = logits[:, : self._wanted[0], : self._wanted[1]].contiguous()
-        return states, logits, known
+        return states, logits
 
     def renew(self) -> None:
         """Take the weights as they are now, where they have changed."""
@@ -206,9 +198,6 @@ class SingleRoot:
         if network.refinement is not None:
             self._refine(network.refinement, current, here)
         self._places.append(self._outside(self._states, reads=False))
-        self._known: list[torch.Size] = []
-        if isinstance(network.markov, PathMarkov):
-            self._know(network.markov, token)
         self._logits: tuple[int, ...] | None = None
         if (head := self._head) is not None:
             digits = 1 if self._dtype == torch.bfloat16 else 2
@@ -219,19 +208,6 @@ class SingleRoot:
             self._logits, self._wanted = tuple(logits.whole.shape), tuple(logits.y.shape)  # kernels fill both up
             self._places.append(self._program.vacate(logits.whole))
         self._end()
-
-    def _know(self, markov: Any, token: Tensor) -> None:
-        """What a bias along paths reads of the root's token, and of the states of all steps."""
-        steps, size = self._states.shape
-        joint = markov.joint_proj
-        of_root = self._of(markov.reduce)
-        of_states = _Product.of(joint.weight[:, -size:], joint.bias, steps, self._weight_bits)
-        self._add(elements.standardise(size), token, of_root.x)
-        self._add(elements.standardise(size), self._states, of_states.x)
-        self._multiply(of_root, of_states)
-        for held in (of_root.y, of_states.y):
-            self._known.append(held.shape)
-            self._places.append(self._outside(held, reads=False, dtype=torch.float32))
 
     def _refine(self, refinement: Any, current: Tensor, here: Tensor) -> None:
         """``shape.networks.refinement`` of the states, in place."""
@@ -285,11 +261,9 @@ class SingleRoot:
     def _sum(self, out: Tensor, x: Tensor, y: Tensor, wait: bool = True) -> None:
         self._add(elements.combine(x.shape[1], True, False), x, y, out, wait=wait)
 
-    def _outside(self, held: Tensor, reads: bool, dtype: torch.dtype | None = None) -> list[tuple[Any, int]]:
-        """Go on with what each run is given, or gives, like this, in the weights' dtype where none is given: the places
-        of its address.
-        """
-        other = torch.empty(held.shape, dtype=dtype or self._dtype, device="meta")
+    def _outside(self, held: Tensor, reads: bool) -> list[tuple[Any, int]]:
+        """Go on with what each run is given, or gives, like this, in the weights' dtype: the places of its address."""
+        other = torch.empty(held.shape, dtype=self._dtype, device="meta")
         self._copy(*(held, other) if reads else (other, held))
         return self._program.vacate(other)
 

@@ -159,7 +159,9 @@ def first_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def _warn_of_unread(source: str, name: str, given: frozenset[str]) -> None:
     """Says once which options a chat template does not read: a mistyped one would have no effect without a word."""
     if unread := sorted(each for each in given if not re.search(rf"\b{re.escape(each)}\b", source)):
-        warnings.warn(f"the chat template of {name} does not read {', '.join(unread)}, which has no effect", stacklevel=3)
+        warnings.warn(
+            f"the chat template of {name} does not read {', '.join(unread)}, which has no effect", stacklevel=3
+        )
 
 
 def name_of(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -57,7 +57,7 @@ class PredictorOptions:
         draft_vocab_size: draft from so many of the most frequent tokens only; null drafts from all, auto from as many
             as target and data suggest (`shape.networks.sizing`).
         markov_rank: rank of a bias by the token before, for steps that do not read it; 0 is none.
-        markov_head_type: whether the bias is of the token alone, has a state of its own along the path, or, of block,
+        markov_head_type: whether the bias is of the token alone or, of block, has a state of its own along the path,
             is gated by the network's state, or chooses by both among each step's likeliest tokens (DFlash2).
         selector_top_k: how many these are.
         conv_kernel_size: places of a block that its convolutions read (DFlash2); 0 is none.

@@ -111,7 +111,9 @@ class DecodingValidation(pl.Callback):
             self.history.clear()  # its best weights are lost, and the best from now on are kept
         if self.history and state_dict.get("decoded", self._decoded) != self._decoded:  # nothing in older checkpoints
             self.history.clear()
-            rank_zero_only(print)("validation decodes other prompts than before, or with other drafts: the best weights are chosen anew")
+            rank_zero_only(print)(
+                "validation decodes other prompts than before, or with other drafts: the best weights are chosen anew"
+            )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Of an end that is none any more: an undisturbed run would not have measured here. It stays where its weights

@@ -106,7 +106,7 @@ def test_parallel_steps_draft_no_deeper_than_they_were_trained():
 @pytest.mark.parametrize(
     "name",
     [
-        *("parallel", "medusa", "block", "shape with Markov bias", "no table", "shape with recurrent Markov bias"),
+        *("parallel", "medusa", "block", "shape with Markov bias", "no table"),
         "block with recurrent Markov bias",
     ],
 )

@@ -124,7 +124,6 @@ def test_feature_size_counts_layers() -> None:
         ({"coupling": 4}, "give a markov_rank"),
         ({"markov_rank": -1}, "markov_rank is -1"),
         ({"markov_rank": 4, "markov_head_type": "gated"}, "markov_head_type gated is for kind block"),
-        ({"markov_rank": 4, "markov_head_type": "rnn", "coupling": 3}, "and the markov_head_type vanilla"),
         ({"target_hidden_size": 48}, "kind 'shape' has the target's width"),
         ({"kind": "eagle", "target_hidden_size": 48, "own_heads": True}, "give own_heads and own_embeddings"),
         ({"refinement_readout": "mean"}, "refinement_readout is 'mean'"),

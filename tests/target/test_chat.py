@@ -3,8 +3,8 @@
 import warnings
 
 import pytest
-
 from helpers import with_chat_template
+
 from shape.target.chat import prompt_ids
 
 QUESTION = [{"role": "user", "content": "a question"}]
