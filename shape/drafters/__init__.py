@@ -28,7 +28,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 
 
 def make_drafter(
-    name: str, given: Mapping[str, Drafter] | None = None, num_draft_tokens: int | None = None
+    name: str, given: Mapping[str, Drafter | None] | None = None, num_draft_tokens: int | None = None
 ) -> Drafter | None:
     """A drafter by name; "none" is autoregressive decoding, names joined by "+" a hybrid of these, cheap ones first.
 
@@ -50,7 +50,7 @@ def make_drafter(
     return drafter
 
 
-def _make(name: str, given: Mapping[str, Drafter]) -> Drafter | None:
+def _make(name: str, given: Mapping[str, Drafter | None]) -> Drafter | None:
     if name == "none":
         return None
     names = name.split("+")

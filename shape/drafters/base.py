@@ -76,6 +76,7 @@ class Drafter(ABC):
     # With ``Sampler.one_drawn`` it draws one child of a node alone, and leaves it out only by what was known before.
     draws_one_child: bool = False
     kept: Sequence[Any] = ()  # something for each sequence, made in ``start``; ``select`` and ``join`` go along
+    one_at_a_time: bool = False  # whether it drafts for one sequence alone; known once it is bound
     verified_whole: bool = False  # its nodes are there to be verified, however unlikely they are to be accepted
 
     def __str__(self) -> str:

@@ -58,7 +58,7 @@ class HybridDrafter(Drafter):
 
     def reproducible(self) -> "HybridDrafter":
         other = HybridDrafter([drafter.reproducible() for drafter in self.drafters], self.nodes)
-        other._passes, other._by_clock = self._passes, False
+        other._passes, other._by_clock, other.one_at_a_time = self._passes, False, self.one_at_a_time
         return other
 
     @property
@@ -79,6 +79,7 @@ class HybridDrafter(Drafter):
     def bind(self, target: Target) -> None:
         for drafter in self.drafters:
             drafter.bind(target)
+        self.one_at_a_time = any(drafter.one_at_a_time for drafter in self.drafters)
 
     def start(self, committed: Committed, hidden: Tensor) -> None:
         self._pending: list[Proposal | None] = [None] * len(committed.texts)

@@ -68,7 +68,8 @@ class ModelDrafter(Drafter):
             )
         self._target_size = target.vocab_size
         self._share = self.model.model.get_memory_footprint() / target.model.get_memory_footprint()
-        self._recurrent = support_of(self.model).recurrent
+        support = support_of(self.model)
+        self._recurrent, self.one_at_a_time = support.recurrent, support.mode == "chain"
         # Tables of tokens are padded to other sizes in models of one family.
         self._size = min(self.model.vocab_size, target.vocab_size)
         self._words = token_hashes(torch.arange(self._size, device=self.model.device))
@@ -83,8 +84,8 @@ class ModelDrafter(Drafter):
 
     def start(self, committed: Committed, hidden: Tensor) -> None:
         known = [text[:-1] for text in committed.texts]
-        support = support_of(self.model)
-        if support.mode == "chain" and len(known) > 1:
+        if self.one_at_a_time and len(known) > 1:  # of engines that make their own batches
+            support = support_of(self.model)
             raise UnsupportedGeneration(
                 f"draft model {self.model.name} runs one sequence at a time ({support.reason}), and {len(known)} were "
                 "asked for; decode them one by one"

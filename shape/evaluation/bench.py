@@ -172,7 +172,7 @@ def _methods(name: str, predictors: Mapping[str, str], target: Target, options: 
             tree=options.tree,
             draft_device=options.draft_device,
             drafter=[own if part == "shape" else part for part in parts],
-            pack=options.pack,
+            pack=options.pack if "recipes" in parts else None,
             prepacked=options.prepacked,
             predictor_revision=options.predictor_revision,
             num_draft_tokens=options.num_draft_tokens,

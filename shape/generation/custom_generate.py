@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary, proxy
 
 from torch import Tensor
@@ -24,15 +24,9 @@ from shape.generation.engine import ShapeOutput
 from shape.target.loading import HUB_OPTIONS
 from shape.target.model import Target
 
-
-class _Made(NamedTuple):
-    """A decoder, and what its target was when it was made: device, dtype and ``Target.version``."""
-
-    made_of: tuple[Any, ...]
-    decoder: ShapeDecoder
-
-
-_DECODERS: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, Any], _Made]] = WeakKeyDictionary()
+# Decoders, and what their targets were when they were made: device, dtype and ``Target.version``.
+_Made = dict[tuple[str, Any], tuple[tuple[Any, ...], ShapeDecoder]]
+_DECODERS: WeakKeyDictionary[PreTrainedModel, _Made] = WeakKeyDictionary()
 # How transformers names its copy of a hub repository's code: by its id, each part of it as a Python name, and commit.
 _COPY = re.compile(r"transformers_modules\.(?P<id>.+)\.(?P<commit>[0-9a-f]{40})\.custom_generate\.generate")
 
@@ -104,11 +98,12 @@ def _decoder(model: PreTrainedModel, source: str | Path, hub: dict[str, Any]) ->
     target = Target(model)
     now = (model.device, model.dtype, target.version)
     if (known := made.get(key)) is not None:
-        if known.made_of == now:
-            return known.decoder
+        before, decoder = known
+        if before == now:
+            return decoder
         # Training changes the head by which the target was known; it stays the one that was accepted.
-        target.identity = replace(target.identity, head_hash=known.decoder.target.identity.head_hash)
+        target.identity = replace(target.identity, head_hash=decoder.target.identity.head_hash)
     target.model = proxy(model)  # or the decoder would keep alive what it is kept for
     decoder = ShapeDecoder.from_pretrained(where, target=target, predictor_revision=revision, **hub)
-    made[key] = _Made(now, decoder)
+    made[key] = now, decoder
     return decoder

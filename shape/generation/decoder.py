@@ -128,6 +128,10 @@ class ShapeDecoder(Engine):
         own, named = (drafter, "none") if isinstance(drafter, Drafter) else (None, drafter)
         if not isinstance(tree, TreeShape | None):
             raise ConfigError(f"tree is {tree!r}; give a TreeShape, for example TreeShape(depth=4, width=2)")
+        if not isinstance(named, str | None) and not (
+            isinstance(named, Sequence) and all(isinstance(name, str) for name in named)
+        ):
+            raise ConfigError(f"drafter is {named!r}; give a Drafter alone, or names")
         drafts = DrafterOptions(named, tree, draft_device, draft_length(options, num_draft_tokens), pack, misses)
         options |= {"tokenizer": tokenizer, "dtype": dtype, "device_map": device_map}
         loaded, chosen = load_pair(source, target, predictor, drafts, predictor_revision, prepacked, **options)
@@ -316,9 +320,10 @@ class ShapeDecoder(Engine):
 
     def _as_long_as_answers(self, ids: Tensor, options: dict[str, Any]) -> dict[str, Any]:
         """Options for text behind ids (1, L), of which transformers' default length is no answer's."""
-        configs, longest = (options.get("generation_config"), self.target.model.generation_config), _ANSWER
-        if any(getattr(config, "max_new_tokens", None) for config in configs):
-            return options
+        given, longest = options.get("generation_config"), _ANSWER
+        configs = given, self.target.model.generation_config
+        if any(getattr(config, "max_new_tokens", None) for config in configs) or getattr(given, "max_length", None):
+            return options  # the target's own max_length is no answer's: old files have 20 there
         if self.target.max_positions is not None:
             longest = max(1, min(longest, self.target.max_positions - ids.shape[1]))
         return options if {"max_new_tokens", "max_length"} & options.keys() else {**options, "max_new_tokens": longest}

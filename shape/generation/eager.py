@@ -93,7 +93,7 @@ class EagerSteps(Steps):
         return Outcome(Step(numbers, lengths, tree.size, passes, *times), tokens, proposed, drafted, drafts, verified)
 
     def __exit__(self, *raised: Any) -> None:
-        if self._memory is not None and raised[0] is None:
+        if self._memory is not None and raised[0] in (None, GeneratorExit):  # a reader may leave before the end
             self._advance()
             text, states = self._committed.texts[0][: self._cache.longest], torch.cat(self._states, dim=1)
             self._memory.keep(text, states, self._cache, self._switched)

@@ -1,6 +1,7 @@
 """How one call of ``generate`` is decoded: in which batches, by which kind of steps, under what control."""
 
 from collections.abc import Generator
+from contextlib import closing
 from copy import copy
 from dataclasses import dataclass
 
@@ -62,6 +63,8 @@ class Engine:
             )
         if not isinstance(fall_back, bool | int | float):
             raise ConfigError(f"fall_back is {fall_back!r}; give True, False or an acceptance length")
+        if not isinstance(graphs, bool | FixedSteps | None):
+            raise ConfigError(f"graphs is {graphs!r}; give True, False or FixedSteps()")
         self.target = Target.load(target, tokenizer=tokenizer)
         self.drafter = make_drafter(drafter) if isinstance(drafter, str) else drafter
         with evaluating([self.target.model]), host_by_default():
@@ -112,7 +115,7 @@ class Engine:
         stats = DecodeStats.of(len(request.prompts), "none" if drafter is None else drafter.name, rule)
         keys = request.keys(seed)
         record = Trace() if trace else None
-        groups = self._groups(request)
+        groups = self._groups(request, drafter)
 
         def pieces() -> Pieces:
             new: dict[int, list[int]] = {}
@@ -122,7 +125,9 @@ class Engine:
                     self.target, self.support, drafter, sequences, sampler, rule, stats, reproducible=reproducible
                 )
                 fixed = None
-                if self.graphs is not None and memory is None and record is None and why_not(batch) is None:
+                several = request.max_new_tokens > 1  # the first token comes from the prompt
+                served = self.graphs is not None and memory is None and record is None and several
+                if self.graphs is not None and served and why_not(batch) is None:
                     batch.control = self._control(drafter, (len(group), True), reproducible)
                     fixed = self.graphs.begin(batch)
                 stats.graphs = fixed is not None
@@ -138,12 +143,14 @@ class Engine:
         within = each_step if stepwise else all_steps
         return within(host_by_default(), within(evaluating(self._networks), pieces()))
 
-    def _groups(self, request: Request) -> list[list[int]]:
-        """The sequences that are decoded in one batch; one at a time on targets that can only verify chains."""
+    def _groups(self, request: Request, drafter: Drafter | None) -> list[list[int]]:
+        """The sequences that are decoded in one batch; one at a time on targets that can only verify chains, and with
+        drafters that draft for one.
+        """
         lengths, switch = [len(prompt) for prompt in request.prompts], self.target.switch
         if switch is not None:
             switch.check(self.target, lengths, request.max_new_tokens)
-        if self.support.mode == "chain":
+        if self.support.mode == "chain" or (drafter is not None and drafter.one_at_a_time):
             return [[index] for index in range(len(lengths))]
         return [list(range(len(lengths)))] if switch is None else switch.groups(lengths, request.max_new_tokens)
 
@@ -164,10 +171,11 @@ def finish(pieces: Pieces, input_ids: Tensor, streamer: BaseStreamer | None) -> 
     """Decodes to the end; a streamer gets the prompt, then the pieces."""
     if streamer is not None:
         streamer.put(input_ids.cpu())
-    while True:
-        try:
-            _, tokens = next(pieces)
-        except StopIteration as done:
-            return done.value
-        if streamer is not None:
-            streamer.put(torch.tensor(tokens))
+    with closing(pieces):  # at once where a streamer raises: the model is in evaluation mode until then
+        while True:
+            try:
+                _, tokens = next(pieces)
+            except StopIteration as done:
+                return done.value
+            if streamer is not None:
+                streamer.put(torch.tensor(tokens))

@@ -90,6 +90,10 @@ def load_pair(
         raise ConfigError(f"drafter {name!r} needs a predictor; give the folder of an exported one")
     if drafts.pack is None and "recipes" in parts:
         raise ConfigError(f"drafter {name!r} needs a pack; give a file of `shape recipes compile`")
+    if drafts.pack is not None and name is not None and "recipes" not in parts:
+        raise ConfigError(
+            f"a pack is given, and drafter {name!r} looks nothing up in it; give recipes+{name}, or leave the pack out"
+        )
     if drafts.pack is None and drafts.misses is not None:
         raise ConfigError("misses are of a pack, and none is given; give one, or leave misses out")
     given: dict[str, Drafter] = {}
@@ -111,6 +115,11 @@ def load_pair(
         raise ConfigError(f"drafter {name!r} is asked for, and predictor {predictor} is of kind {network.kind}")
     if target is None:
         raise ConfigError(f"{predictor} is a language model, which drafts for any with its tokens: give a target")
+    if not isinstance(length, int | None) and not (is_model and trained):
+        raise ConfigError(f"num_draft_tokens is {length!r}, as smaller models that draft take it; give a number")
+    # What is wrong with them is said before a target is loaded.
+    limit = length if isinstance(length, int) else None
+    others = {part: make_drafter(part, None, limit) for part in parts if part not in {*given, predictor_name, "model"}}
     if not isinstance(target, str | Path):  # these are the predictor's alone, then
         options = {name: value for name, value in options.items() if name not in {*SOURCE, *code}}
     loaded = Target.load(target, prepacked=prepacked, **options)
@@ -124,11 +133,8 @@ def load_pair(
             predictor, dtype=draft_dtype(loaded, where), device_map=where, prepacked=prepacked, **code, **hub
         )
         given["model"] = ModelDrafter(small, "adaptive" if isinstance(length, int | None) else length)
-    if not isinstance(length, int | None) and "model" not in given:
-        raise ConfigError(f"num_draft_tokens is {length!r}, as smaller models that draft take it; give a number")
-    limit = length if isinstance(length, int) else None
     chosen = "+".join(given) or _DEFAULT_DRAFTER if name is None else name
-    return loaded, make_drafter(chosen, given, limit)
+    return loaded, make_drafter(chosen, given | others, limit)
 
 
 def _own_layer(target: TargetSource, **hub: Any) -> Predictor:

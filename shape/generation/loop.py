@@ -124,13 +124,13 @@ def decode(steps: Steps, trace: Trace | None = None) -> Generator[tuple[int, lis
             sequence.extend([token])
             yield sequence.index, [token]
         began = perf_counter()  # the caller's time is not among ours, who may be slow
-        steps.start()
+        if live := unfinished(sequences):
+            steps.start()
         prefill += perf_counter() - began
         stats.prefill_seconds += prefill
         if trace is not None:
             numbers, lengths = [one.index for one in sequences], [len(one.prompt) for one in sequences]
             trace.prefill(numbers, lengths, first, prefill)
-        live = unfinished(sequences)
         while live:
             began = perf_counter()
             done = steps.step(live)

@@ -31,9 +31,9 @@ class Memory:
     cache: KVCache | None = None
     switched: bool = False
 
-    def take(self, prompt: list[int], switched: bool) -> tuple[KVCache, Tensor] | None:
+    def take(self, prompt: list[int], switched: bool, width: int) -> tuple[KVCache, Tensor] | None:
         """Cache and states, cut to what they have in common with a prompt; None where that is nothing, as it is with
-        a prompt that has the other rotary table.
+        a prompt that has the other rotary table, and where states of another width are asked for (of other layers).
 
         They leave the memory, so that a call that breaks off leaves none rather than a wrong one.
         """
@@ -42,6 +42,8 @@ class Memory:
         # The prompt's last token always goes through the target: its state says what comes next.
         common = common_length(tokens, prompt[:-1])
         if cache is None or hidden is None or common == 0 or not same_table or not cache.can_hold(common):
+            return None
+        if hidden.shape[-1] != width:
             return None
         cache.set_lengths([common])
         cache.checked_by = None
@@ -68,7 +70,9 @@ def commit_prompts(
     slots = min(room, _NEW_SLOTS) + _TREE_SLOTS
     distinct = {prompt: number for number, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
     lengths = [len(prompt) for prompt in distinct]
-    known = memory.take(prompts[0], target.switched(len(prompts[0]))) if memory is not None else None
+    known = None
+    if memory is not None:
+        known = memory.take(prompts[0], target.switched(len(prompts[0])), len(layers) * target.hidden_size)
     if known is None:
         cache = new_cache(target, batch.support, len(distinct), max(lengths) + slots)
         padded = [[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in distinct]

@@ -326,6 +326,8 @@ def _resolve_options(
     target: Target, config: GenerationConfig | None, options: dict[str, Any], input_ids: Tensor
 ) -> _ResolvedOptions:
     """From an earlier call with the same options, where the prompts have no part in what they mean."""
+    if not isinstance(config, GenerationConfig | None):
+        raise UnsupportedGeneration(f"generation_config is a {type(config).__name__}; give a GenerationConfig")
     known, key = _resolved.setdefault(target, {}), _key(target, config, options)
     if key is not None and (found := known.get(key)) is not None:
         width_of(input_ids)

@@ -55,6 +55,10 @@ NEUTRAL_VALUES: dict[str, Any] = {
 }
 
 
+# Every option of transformers' generate, and what it is where nobody says.
+_KNOWN = GenerationConfig().to_dict() | NEUTRAL_VALUES
+
+
 def without_none(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options that are not None."""
     return {name: value for name, value in options.items() if value is not None}
@@ -65,20 +69,18 @@ def merged(target: Target, generation_config: GenerationConfig | None, options: 
     know, as some targets' have it.
     """
     given: dict[str, Any] = {}
-    known = GenerationConfig().to_dict().keys() | NEUTRAL_VALUES.keys()
     for config in (target.model.generation_config, generation_config):
         if config is not None:
-            given |= {name: value for name, value in without_none(config.to_dict()).items() if name in known}
+            given |= {name: value for name, value in without_none(config.to_dict()).items() if name in _KNOWN}
     return given | without_none(options)
 
 
 def refuse(target: Target, given: dict[str, Any]) -> None:
     """Raises for options that do not exist, and for those and the model's inputs that would be ignored here."""
-    known = GenerationConfig().to_dict() | NEUTRAL_VALUES
     for name, value in given.items():
         if name in SERVED or name in NEUTRAL or name.startswith("_"):
             continue
-        if name not in known:
+        if name not in _KNOWN:
             takers = target.model.forward, target.model.prepare_inputs_for_generation
             if any(name in inspect.signature(taker).parameters for taker in takers):
                 raise UnsupportedGeneration(
@@ -87,7 +89,7 @@ def refuse(target: Target, given: dict[str, Any]) -> None:
                 )
             raise UnsupportedGeneration(f"option {name} is not one of generate's; see ShapeDecoder.generate")
         simple = isinstance(value, bool | int | float | str)
-        if value is not False and not (simple and value in (known[name], NEUTRAL_VALUES.get(name))):
+        if value is not False and not (simple and value in (_KNOWN[name], NEUTRAL_VALUES.get(name))):
             shown = f"{name}={value!r}" if simple else name
             raise UnsupportedGeneration(
                 f"option {shown} is not supported by speculative decoding here; set it to "

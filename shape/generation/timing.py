@@ -2,18 +2,22 @@
 
 import json
 import os
+import platform
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 
+import llvmlite.binding as llvm
 import torch
 
 from shape.drafters import Drafter, TreeShape
 from shape.drafters.base import Committed
 from shape.drafters.cost import Costs
+from shape.errors import ShapeError
 from shape.files import cache_folder, typed, written_whole
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.rules import Match
@@ -38,25 +42,31 @@ def measure_costs(
             target and drafter are part of the key.
     """
     target = decoder.target
+    if decoder.support.mode == "chain":  # which is decoded one sequence after the other
+        batch_size = 1
     limit = target.max_positions or sys.maxsize
     sizes = [size for size in _SIZES if decoder.support.mode == "tree" or size <= 17]
     context = max(1, min(1 << (context - 1).bit_length(), limit - max(sizes)))
     key = json.dumps([*_machine(decoder), batch_size, context, repeats])
-    cache = cache or cache_folder() / "costs.json"
     known = _kept(cache)
     costs = known.get(key)
     if costs is None:
         costs = known[key] = _measure(decoder, batch_size, context, sizes, repeats)
-        with written_whole(cache, f".{os.getpid()}") as part:
+        with suppress(OSError, RuntimeError, ShapeError), written_whole(_place(cache), f".{os.getpid()}") as part:
             part.write_text(json.dumps({name: asdict(each) for name, each in known.items()}))
     return costs
 
 
-def _kept(cache: Path) -> dict[str, Costs]:
+def _place(cache: Path | None) -> Path:
+    """Raises RuntimeError where there is no home."""
+    return cache or cache_folder() / "costs.json"
+
+
+def _kept(cache: Path | None) -> dict[str, Costs]:
     """Earlier measurements; none where the file is damaged or absent, for they can be made again."""
     try:
-        return typed(dict[str, Costs], json.loads(cache.read_bytes()))
-    except (OSError, ValueError, TypeError, RecursionError):
+        return typed(dict[str, Costs], json.loads(_place(cache).read_bytes()))
+    except (OSError, ValueError, TypeError, RuntimeError):
         return {}
 
 
@@ -65,6 +75,7 @@ def _machine(decoder: ShapeDecoder) -> list[object]:
     target, drafter = decoder.target, decoder.drafter
     network = None if drafter is None else drafter.predictor
     return [
+        *(platform.node(), llvm.get_host_cpu_name(), target.places),
         torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else str(target.device),
         torch.get_num_threads(),
         torch.__version__,

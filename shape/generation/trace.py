@@ -157,10 +157,11 @@ class Trace:
         """The records with the text of each token."""
         rows = {record["row"] for record in self.records if record["type"] == "token"}
         answers = {row: pieces(tokenizer, [token for token, _ in self.emitted(row)]) for row in rows}
+        special = set(tokenizer.all_special_ids)
         for record in self.records:
             if record["type"] == "token":
                 text = next(answers[record["row"]]) if record["emitted"] else tokenizer.decode([record["token"]])
-                if record["token"] in tokenizer.all_special_ids:
+                if record["token"] in special:
                     text = tokenizer.decode([record["token"]])
                 yield {**record, "text": text}
             elif record["type"] == "choice":

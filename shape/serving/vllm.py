@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from shape.drafters import TreeShape
 from shape.errors import ConfigError, UnsupportedTarget
-from shape.generation.loading import PREDICTOR_KINDS, DrafterOptions, load_pair
+from shape.generation.loading import PREDICTOR_KINDS, DrafterOptions, is_language_model, load_pair
 from shape.serving.batch import BatchDrafter, Computed
 from shape.target.loading import read_config
 from shape.target.model import Target
@@ -67,13 +67,6 @@ class ServingOptions:
         return options
 
 
-class _Rows(Protocol):
-    """Metadata of attention, of whatever backend: where each request's tokens begin, and how far its text then goes."""
-
-    query_start_loc: Tensor
-    seq_lens: Tensor
-
-
 class ShapeProposer:
     """Made by vLLM in every process that has the last layers; with tensor parallelism all of them draft alike.
 
@@ -116,6 +109,11 @@ class ShapeProposer:
         Raises:
             ConfigError, TargetMismatch, CheckpointError, UnsupportedTarget: as ``ShapeDecoder.from_pretrained``.
         """
+        if (given := self._options.predictor) is not None and is_language_model(given):
+            raise ConfigError(
+                f"predictor {given} is a language model, with which vLLM drafts by itself: name it as the model of "
+                "speculative_config, or give a trained predictor"
+            )
         target = self._load_target(next(target_model.parameters()).device)
         most = None if self._options.pack is not None else self._most  # a pack's recipes have their length
         chains = TreeShape(depth=self._most, width=1)
@@ -174,7 +172,8 @@ class ShapeProposer:
         hidden, others = output if self._inner else (output, [])
         metadata = get_forward_context().attn_metadata
         if isinstance(metadata, dict):  # none in trial runs
-            rows: _Rows = next(each for each in metadata.values() if hasattr(each, "query_start_loc"))
+            # Of whatever backend: where each request's tokens begin, and how far its text then goes.
+            rows: Any = next(each for each in metadata.values() if hasattr(each, "query_start_loc"))
             by_layer = dict(zip(self._inner, others, strict=True))
             states = torch.cat([by_layer.get(layer, hidden) for layer in self._layers], dim=-1)
             self._computed = states, rows.query_start_loc.tolist(), rows.seq_lens.tolist()

@@ -59,6 +59,7 @@ def render(
     """
     given = template or {}
     _warn_of_unread(template_of(tokenizer, given), name_of(tokenizer), frozenset(given))
+    _require_objects(messages)
     chat = [dict(message.chat if isinstance(message, Message) else message) for message in messages]
     if strange := [message for message in chat if "role" not in message]:
         raise DataError(f"a message has the keys {', '.join(map(str, strange[0]))}; give role and content")
@@ -72,8 +73,14 @@ def render(
         raise DataError(f"the chat template of {name_of(tokenizer)} refuses the turns {roles}: {error}") from None
 
 
+def _require_objects(messages: Sequence[Message | Mapping[str, Any]]) -> None:
+    if strange := [message for message in messages if not isinstance(message, Message | Mapping)]:
+        raise DataError(f"a message is {strange[0]!r}; give objects with role and content")
+
+
 def plain_text(name: str, messages: Sequence[Message | Mapping[str, Any]]) -> str:
     """What a target without a chat template continues; raises DataError where that is no text."""
+    _require_objects(messages)
     parts = [message.content if isinstance(message, Message) else message.get("content") for message in messages]
     if strange := [part for part in parts if not isinstance(part, str)]:
         raise DataError(

@@ -67,8 +67,8 @@ def load(code: Code, register: int, address: Any, stride: Any = ROW) -> None:
     _move(code, "llvm.x86.tileloadd64", register, address, stride)
 
 
-def store(code: Code, register: int, address: Any, stride: Any = ROW) -> None:
-    _move(code, "llvm.x86.tilestored64", register, address, stride)
+def store(code: Code, register: int, address: Any) -> None:
+    _move(code, "llvm.x86.tilestored64", register, address, ROW)
 
 
 def _move(code: Code, name: str, register: int, address: Any, stride: Any) -> None:

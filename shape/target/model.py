@@ -27,11 +27,13 @@ from shape.target.chat import answer_message, plain_text, prompt_ids, render
 from shape.target.identity import TargetIdentity, float_weight
 from shape.target.inference import evaluating
 from shape.target.loading import (
+    SOURCE,
     auto_class,
     commit_of,
     default_device,
     dtype_of,
     first_line,
+    only,
     read_config,
     read_tokenizer,
     resolve_dtype,
@@ -134,7 +136,9 @@ class Target:
         if backend not in ("torch", "openvino"):
             raise ConfigError(f"backend {backend} is unknown; give torch or openvino")
         if isinstance(named := tokenizer, str | Path):
-            tokenizer = read_tokenizer(bundled.resolve(str(named)), named, {})
+            tokenizer = read_tokenizer(
+                bundled.resolve(str(named)), named, only({*SOURCE, "trust_remote_code"}, options)
+            )
             if tokenizer is None:
                 raise ConfigError(f"there is no tokenizer in {named}; give a folder or a hub id that has one")
         if isinstance(target, Target | PreTrainedModel):
@@ -166,6 +170,7 @@ class Target:
             raise ConfigError(
                 f"target is a {type(target).__name__}; give the PreTrainedModel in it, a folder or a hub id"
             )
+        chosen = resolve_dtype(dtype) or "auto"
         where, options = bundled.resolve(str(target)), {"trust_remote_code": False, **options}
         revision = commit_of(where, options)
         if revision:  # all parts are of one, even while somebody uploads
@@ -178,9 +183,7 @@ class Target:
         if quantize is not None:
             check(quantize, device_map, dtype_of(dtype, config), config, options)
         try:
-            model = auto_class(config).from_pretrained(
-                where, dtype=resolve_dtype(dtype) or "auto", device_map=device_map, **options
-            )
+            model = auto_class(config).from_pretrained(where, dtype=chosen, device_map=device_map, **options)
         except torch.OutOfMemoryError as error:
             raise UnsupportedTarget(
                 f"target {target} does not fit into the memory of {device_map}; give device_map auto, which spreads "

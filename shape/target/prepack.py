@@ -66,8 +66,8 @@ class PrepackedForward:
             return None
         made_of = state_of(weight) + (() if bias is None else state_of(bias))
         if self._made_of != made_of:
-            self._made_of = made_of
             self._make(weight, bias)
+            self._made_of = made_of  # not before: another thread would take what is not packed yet
         return self._packed
 
     def _stock(self, x: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ def _switch_at(target: "Target", positions: int) -> Switch:
         held = torch.zeros(1, 1, positions, 1, device=target.device)
         cache.update(held, held, layer)
     ids = torch.zeros(1, size, dtype=torch.long, device=target.device)
-    name = cache_name(type(model).prepare_inputs_for_generation)
+    name = cache_name(model.__class__.prepare_inputs_for_generation)  # which may be a proxy
     given = model.prepare_inputs_for_generation(
         ids, next_sequence_length=1, attention_mask=torch.ones_like(ids), use_cache=True, **{name: cache}
     )
@@ -142,8 +142,9 @@ class RotaryTable:
 
     def until(self, end: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines (P, D) of at least so many positions."""
-        if len(self._held[0]) < end:
+        held = self._held  # another thread may put a shorter table in its place
+        if len(held[0]) < end:
             with torch.inference_mode(False), torch.no_grad():  # they outlive the mode in which they are made
                 cosines, sines = self._make(torch.arange(max(end + end // 4, _TABLE)))
-                self._held = cosines.contiguous(), sines.contiguous()
-        return self._held
+                held = self._held = cosines.contiguous(), sines.contiguous()
+        return held

@@ -81,10 +81,8 @@ class TokenTree:
     def to(self, device: torch.device) -> "TokenTree":
         if self.tokens.device == device:
             return self
-        log_q = None if self.log_q is None else self.log_q.to(device)
-        joint = None if self.joint is None else self.joint.to(device)
-        drawn = None if self.drawn is None else self.drawn.to(device)
-        return TokenTree(self.tokens.to(device), self.parent.to(device), log_q, joint, self.source, self.deepest, drawn)
+        held = {name: getattr(self, name) for name in ("tokens", "parent", "log_q", "joint", "drawn")}
+        return replace(self, **{name: part.to(device) for name, part in held.items() if part is not None})
 
 
 def of_lists(numbers: Sequence[Any], device: torch.device, kind: type = np.int64) -> Tensor:

@@ -1,16 +1,21 @@
 """What people call first: chat, saving, the hub, and what a decoder says of itself."""
 
 import logging
+import re
 from copy import copy
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import predictor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from eval.architectures import build
 from shape.drafters import SuffixDrafter, TreeShape
-from shape.errors import ConfigError, DataError, UnsupportedGeneration
+from shape.drafters.recipes.pack import Pack, Recipe
+from shape.errors import ConfigError, DataError, ShapeError, UnsupportedGeneration
 from shape.generation import decoder as module
+from shape.generation.custom_generate import _decoder
 from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target, announce
 
@@ -35,11 +40,65 @@ def test_answers_have_a_length_where_nobody_says_one(tiny_target, tiny_model, ti
     given = [{"role": "user", "content": "Say something."}], "Say something."  # of a chat, and as it is
     rooms = [tiny_target.max_positions - tiny_target.encode(one).shape[1] for one in given]
     monkeypatch.setattr(decoder, "_start", lambda *given, **options: asked.append(options) or start(*given, **options))
-    short = GenerationConfig(max_new_tokens=3)
-    for options in ({"eos_token_id": 0}, {"max_length": 90}, {"generation_config": short}):
+    configs = [{"generation_config": GenerationConfig(**one)} for one in ({"max_new_tokens": 3}, {"max_length": 90})]
+    for options in ({"eos_token_id": 0}, {"max_length": 90}, *configs):
         decoder.chat("Say something.", **options)
         list(decoder.stream("Say something.", **options))
-    assert [one.get("max_new_tokens") for one in asked] == [*rooms, None, None, None, None]
+    assert [one.get("max_new_tokens") for one in asked] == [*rooms, *[None] * 6]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda decoder: decoder.chat(["Hello"]), "a message is 'Hello'; give objects with role and content"),
+        (lambda decoder: decoder.chat({"role": "user", "content": "x"}), "a message is 'role'"),
+        (lambda decoder: next(decoder.stream([1, 2, 3])), "a message is 1"),
+        (
+            lambda decoder: decoder.generate(torch.tensor([[5]]), generation_config={"max_new_tokens": 5}),
+            "generation_config is a dict; give a GenerationConfig",
+        ),
+        (lambda decoder: ShapeDecoder(decoder.target, graphs="yes"), "graphs is 'yes'; give True, False or Fixed"),
+        (
+            lambda decoder: ShapeDecoder.from_pretrained(decoder.target, drafter=[SuffixDrafter(), "ngram"]),
+            "give a Drafter alone, or names",
+        ),
+        (lambda decoder: ShapeDecoder.from_pretrained(decoder.target, drafter=5), "drafter is 5; give a Drafter"),
+        # Before a target is looked for:
+        (lambda decoder: ShapeDecoder.from_pretrained(target="nowhere", drafter="sufix"), "drafter 'sufix' is unknown"),
+        (
+            lambda decoder: ShapeDecoder.from_pretrained(target="nowhere", num_draft_tokens="cost"),
+            "num_draft_tokens is 'cost', as smaller models that draft take it",
+        ),
+        (
+            lambda decoder: ShapeDecoder.from_pretrained(target="nowhere", drafter="suffix", num_draft_tokens=0),
+            "num_draft_tokens is 0; give a positive number",
+        ),
+        (lambda decoder: Target.load("nowhere", dtype="fp16"), "dtype fp16 is not"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(tiny_target, call, message):
+    with pytest.raises(ShapeError, match=re.escape(message)):
+        call(ShapeDecoder(tiny_target))
+
+
+def test_a_pack_beside_a_drafter_that_does_not_read_it(tiny_target, tmp_path):
+    path = tmp_path / "task.pack"
+    Pack(tiny_target.identity, (Recipe((5, 6), (7, 8, 9), 2),), samples=1, prompts=1).save(path)
+    with pytest.raises(ConfigError, match=r"drafter 'suffix' looks nothing up in it; give recipes\+suffix, or leave"):
+        ShapeDecoder.from_pretrained(tiny_target, drafter="suffix", pack=path)
+    assert (
+        ShapeDecoder.from_pretrained(tiny_target, drafter="recipes+suffix", pack=path).drafter.name == "recipes+suffix"
+    )
+
+
+def test_an_export_drafts_for_a_model_of_two_rotary_tables(tmp_path):
+    """Of which transformers gives the code a weak reference."""
+    model = build("phi3, LongRoPE")
+    sizes = {"hidden_size": model.config.hidden_size, "vocab_size": model.config.vocab_size}
+    predictor(torch.float32, **sizes).save_pretrained(tmp_path)
+    options = {"input_ids": torch.tensor([[5, 6, 7, 5, 6]]), "max_new_tokens": 8, "do_sample": False}
+    found = _decoder(model, str(tmp_path), {}).generate(**options)
+    assert torch.equal(found, model.generate(**options))
 
 
 def test_what_nobody_knows_of_a_configuration_is_ignored(tiny_model):

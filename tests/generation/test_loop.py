@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import FAMILIES, predictor, prompts
+from helpers import BASELINES, FAMILIES, predictor, prompts
 
 from shape.drafters import NgramDrafter, TrainedDrafter, TreeShape
 from shape.drafters.base import Wrapped
@@ -93,6 +93,65 @@ def test_modules_are_looked_at_once_a_call(tiny_model, monkeypatch):
     decoder.target.model.model.layers[1].register_forward_hook(lambda *given: seen.append(1))
     say(text, torch.ones_like(text), **options)
     assert seen
+
+
+@pytest.mark.parametrize("first", [0, 4])
+def test_turns_of_a_session_may_read_other_layers(tiny_model, first):
+    """Without drafts the last one's states are read alone."""
+    decoder = ShapeDecoder(tiny_model("llama"), TrainedDrafter(predictor(**BASELINES["eagle of three layers"])))
+    say, ids, options = decoder.session(), prompts([9])["input_ids"], {"max_new_tokens": 8, "eos_token_id": []}
+    for length in (first, 4 - first, 4 - first):
+        mask = torch.ones_like(ids)
+        expected = decoder.generate(ids, mask, **options)
+        ids = say(ids, mask, num_draft_tokens=length, **options)
+        assert torch.equal(ids, expected)
+
+
+def test_a_session_goes_on_behind_a_reader_who_leaves(tiny_model):
+    decoder = ShapeDecoder(tiny_model("llama"), TrainedDrafter(predictor(), TreeShape(depth=3, width=2)))
+    say, ids, options = decoder.session(), prompts([9])["input_ids"], {"max_new_tokens": 20, "eos_token_id": []}
+    whole = decoder.generate(ids, torch.ones_like(ids), **options)
+    for count in (1, 3):
+        seen = []
+
+        def leaves(value: torch.Tensor, seen=seen, count=count) -> None:
+            seen.append(value.flatten())
+            if len(seen) > count:  # behind the prompt
+                raise BrokenPipeError
+
+        with pytest.raises(BrokenPipeError):
+            say(ids, torch.ones_like(ids), streamer=SimpleNamespace(put=leaves, end=lambda: None), **options)
+        text = torch.cat(seen)[None]
+        out = say(text, torch.ones_like(text), **options, return_dict_in_generate=True)
+        assert out.stats.reused_tokens == text.shape[1] - 1
+        assert torch.equal(out.sequences[:, : whole.shape[1]], whole)
+
+
+@pytest.mark.parametrize("options", [{"max_new_tokens": 1}, {"max_new_tokens": 9, "eos_token_id": list(range(64))}])
+def test_nothing_drafts_for_an_answer_of_one_token(tiny_model, options):
+    started = []
+
+    class Watched(NgramDrafter):
+        def start(self, committed, hidden) -> None:
+            started.append(committed)
+
+    assert ShapeDecoder(tiny_model("llama"), Watched()).generate(**prompts([4]), **options).shape == (1, 5)
+    assert not started
+
+
+def test_a_streamer_that_raises_leaves_the_model_as_it_was(tiny_model):
+    """At once, while the exception is held too."""
+    model = tiny_model("llama").train()
+
+    def fails(value: torch.Tensor) -> None:
+        if value.numel() == 1:
+            raise OSError("nobody listens")
+
+    with pytest.raises(OSError, match="nobody listens") as held:
+        ShapeDecoder(model).generate(
+            **prompts([4]), max_new_tokens=8, eos_token_id=[], streamer=SimpleNamespace(put=fails, end=lambda: None)
+        )
+    assert held.value is not None and all(module.training for module in model.modules())
 
 
 def test_a_session_is_for_one_text(tiny_model):

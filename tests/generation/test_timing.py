@@ -1,11 +1,14 @@
 """Costs of forwards, as measured and kept."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from helpers import BASELINES, predictor
 
 from shape.drafters import NgramDrafter, TrainedDrafter
 from shape.drafters.cost import Costs
+from shape.generation import timing
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.timing import _line, draft_cost, measure_costs
 from shape.target.model import Target
@@ -20,6 +23,18 @@ def test_costs_are_kept(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setenv("SHAPE_CACHE", str(tmp_path / "other"))
     assert measure_costs(ShapeDecoder(tiny_model("gpt2"), NgramDrafter()), context=40).draft == {}
     assert (tmp_path / "other" / "costs.json").exists()
+
+
+def test_costs_that_cannot_be_kept_are_measured(tiny_model, tmp_path, monkeypatch):
+    decoder, file = ShapeDecoder(tiny_model("llama")), tmp_path / "file"
+    file.write_text("")
+    assert measure_costs(decoder, context=40, repeats=1, cache=file / "costs.json").context == 64
+    monkeypatch.setattr(timing, "cache_folder", no_home)
+    assert measure_costs(decoder, context=40, repeats=1).context == 64
+
+
+def no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
 
 
 def test_a_target_without_a_limit_of_positions_is_timed_behind_as_much_context(tiny_model, tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import write_rows
+from helpers import prompts, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_runs import arguments, write_conversations
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from eval.architectures import FAMILIES, build
 from eval.families import random_model
 from shape.cli.train import main as train
-from shape.drafters import AdversaryDrafter, ModelDrafter, OracleDrafter
+from shape.drafters import AdversaryDrafter, HybridDrafter, ModelDrafter, NgramDrafter, OracleDrafter
 from shape.drafters.compressed import CompressedDrafter, Compression
 from shape.errors import ConfigError, UnsupportedTarget
 from shape.evaluation.efficiency import run as measure_efficiency
@@ -153,9 +153,9 @@ def test_costs_are_measured_and_efficiency_is_not(qwen, tmp_path):
     costs = measure_costs(ShapeDecoder(qwen, "suffix"), context=16, repeats=1, cache=tmp_path / "costs.json")
     assert costs.autoregressive > 0 and max(costs.verify) == 17
     qwen.model.save_pretrained(tmp_path / "qwen")
-    prompts = write_rows(tmp_path / "prompts.jsonl", {"id": "a", "prompt": "a"})
+    asked = write_rows(tmp_path / "prompts.jsonl", {"id": "a", "prompt": "a"})
     options = EfficiencyOptions(
-        predictor="none", target=str(tmp_path / "qwen"), prompts=str(prompts), output=str(tmp_path / "out"), limit=1
+        predictor="none", target=str(tmp_path / "qwen"), prompts=str(asked), output=str(tmp_path / "out"), limit=1
     )
     with pytest.raises(UnsupportedTarget, match="has recurrent layers, whose bare forwards cannot be run"):
         measure_efficiency(options)
@@ -170,6 +170,15 @@ def test_a_model_with_such_layers_drafts(models, tiny_model, family):
         out = decoder.generate(ids(11), max_new_tokens=41, eos_token_id=[], return_dict_in_generate=True)
         assert torch.equal(out.sequences, ShapeDecoder(target).generate(ids(11), max_new_tokens=41, eos_token_id=[]))
         assert out.stats.drafted > 0 and (out.stats.acceptance_length > 4) == (target is models[family])
+
+
+def test_a_model_that_drafts_for_one_sequence_is_asked_one_by_one(models, tiny_model):
+    small = Target(models["qwen3_5"], name="small")
+    decoder = ShapeDecoder(tiny_model("llama"), HybridDrafter([NgramDrafter(), ModelDrafter(small)]))
+    options = {"max_new_tokens": 12, "eos_token_id": [], "return_dict_in_generate": True}
+    out = decoder.generate(**prompts([4, 7]), **options)
+    plain = ShapeDecoder(decoder.target).generate(**prompts([4, 7]), **options)
+    assert torch.equal(out.sequences, plain.sequences) and out.stats.drafted > 0
 
 
 def test_a_compressed_copy_drafts(qwen):
