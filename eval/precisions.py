@@ -1,6 +1,6 @@
 """What weights in fewer bits cost and give on this CPU (``shape.target.quantize``).
 
-    python -m eval.precisions --output eval/results/forwards
+    python -m eval.precisions --output eval/results/precisions
 
 First, bare forwards over 1 to 32 tokens behind 128, with logits, in float32, bfloat16 (both prepacked), int8 and int4
 (with states in bfloat16): the bundled target and random Llamas of 135M, 0.5B and 1.2B parameters. All precisions of a

@@ -82,10 +82,17 @@ def search(options: AblationOptions) -> AblationOptions:
     chosen, home = options.search, options.home / "search"
     chosen.check()
     variants = options.chosen()
-    every = {label: candidates(chosen, (options.variants[label] or {}).get("search")) for label in variants}
+    every = {
+        label: json.loads(json.dumps(candidates(chosen, (options.variants[label] or {}).get("search"))))
+        for label in variants
+    }
     kept = home / "search.json"
-    tried = _tried(kept, chosen)
-    left = {label: found for label, found in every.items() if not _same(found, tried.get(label, []))}
+    tried, asked_before = _tried(kept, chosen)
+    left = {
+        label: found
+        for label, found in every.items()
+        if asked_before.get(label, found) != found or not _same(found, tried.get(label, []))
+    }
     tried |= {label: [] for label in left}
     for number in range(chosen.rounds if left else 0):
         shares = {label: _share(chosen, len(found)) for label, found in left.items()}
@@ -117,19 +124,25 @@ def search(options: AblationOptions) -> AblationOptions:
     best = {label: _best(records)["options"] for label, records in tried.items()}
     if left:
         home.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps({"asked": asdict(chosen), "found": best, "tried": tried}, indent=1))
+        kept.write_text(
+            json.dumps(
+                {"asked": asdict(chosen), "candidates": asked_before | every, "found": best, "tried": tried}, indent=1
+            )
+        )
     settled: dict[str, dict[str, Any] | None] = {
         label: _merged(what, best[label], chosen.tree) for label, what in variants.items()
     }
     return replace(options, variants={**options.variants, **settled}, search=None)
 
 
-def _tried(kept: Path, chosen: SearchOptions) -> dict[str, list[dict[str, Any]]]:
-    """What an earlier search tried, by variant, where it was asked for the same."""
+def _tried(kept: Path, chosen: SearchOptions) -> tuple[dict[str, list[dict[str, Any]]], dict[str, Any]]:
+    """What an earlier search tried, by variant, where it was asked for the same, and the candidates that it had, of
+    which older records say nothing.
+    """
     if not kept.exists():
-        return {}
+        return {}, {}
     record = json.loads(kept.read_text())
-    return record["tried"] if record["asked"] == asdict(chosen) else {}
+    return (record["tried"], record.get("candidates", {})) if record["asked"] == asdict(chosen) else ({}, {})
 
 
 def _same(found: Sequence[dict[str, Any]], tried: Sequence[dict[str, Any]]) -> bool:

@@ -12,10 +12,10 @@ Interrupt it at any time: the same command continues where it stopped.
 import sys
 from collections.abc import Sequence
 
-from shape.errors import exit_on_error
+from shape.errors import ConfigError, exit_on_error
 from shape.features.options import CostOptions, ExtractOptions
 from shape.features.trainer import quiet
-from shape.parsing import DRY_RUN, CommandParser, command_parser
+from shape.parsing import DRY_RUN, CommandParser, command_parser, options_of
 
 COMMON = (
     "target",
@@ -48,7 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
             print(dry_run(costs))
             return
-        options = parser().options(ExtractOptions, given)
+        reader = parser()
+        values = reader.instantiate(reader.parse_args(given))
+        if values.dry_run:
+            raise ConfigError("dry_run stands in a file, which is read for extractions too; give --dry-run instead")
+        options = options_of(ExtractOptions, values)
         from shape.features.extraction import extract_from, rank_zero_only
 
         with quiet():

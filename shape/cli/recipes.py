@@ -11,10 +11,11 @@ only of prompts all of whose samples pass it. `shape generate --pack PACK --miss
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from shape.data.options import CompileOptions
-from shape.errors import exit_on_error
+from shape.errors import ConfigError, exit_on_error
 from shape.files import prepare_file
 from shape.parsing import CommandParser, command_parser, options_of
 from shape.target.options import PlacedOptions
@@ -53,8 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _compile(values: Any) -> None:
+    from shape.data.reading import load_prompts
     from shape.drafters.recipes.compile import compile_pack
+    from shape.drafters.recipes.misses import read_misses
     from shape.drafters.recipes.pack import inspect
+    from shape.drafters.recipes.verify import make_verify
     from shape.generation.decoder import ShapeDecoder
     from shape.target.loading import of_target
     from shape.target.model import announce
@@ -62,6 +66,11 @@ def _compile(values: Any) -> None:
     options = options_of(CompileOptions, values)
     options.check()
     prepare_file(options.output)
+    if options.verify is not None:  # what is wrong with these is said before a target is loaded
+        make_verify(options.verify)
+    load_prompts(Path(options.prompts), options.chat_template_kwargs)
+    for path in options.misses:
+        read_misses(path)
     decoder = ShapeDecoder.from_pretrained(
         target=options.target, dtype=options.dtype, drafter="suffix", **of_target(options)
     )
@@ -85,6 +94,8 @@ def _merge(values: Any) -> None:
     from shape.drafters.recipes.misses import read_misses, recipes_of_misses
     from shape.drafters.recipes.pack import Pack, inspect, merged
 
+    if values.most < 1:
+        raise ConfigError(f"most is {values.most}; give a positive number")
     packs = [Pack.load(path) for path in values.packs]
     misses = [miss for path in values.misses for miss in read_misses(path)]
     merged(packs, values.most, recipes_of_misses(misses, packs[0].prefix, packs[0].depth)).save(values.output)

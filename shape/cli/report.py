@@ -30,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from shape.evaluation.report.sources import find
 
         found = find(Path(given.results))
+        if given.images is not None:  # where it cannot be made, nothing is drawn in vain
+            Path(given.images).mkdir(parents=True, exist_ok=True)
         page, *traces = write(found, Path(given.output), progress=True)
         beside = f" and {len(traces)} pages of traces beside it" if traces else ""
         print(f"{len(found)} files of results in {page} ({page.stat().st_size / 1e6:.1f} MB){beside}")

@@ -47,7 +47,7 @@ class PreviewOptions:
         data: conversations: a file, a folder, or a dataset on the hub (name[:split]).
         target: model whose tokenizer and chat template are used.
         n: conversations to print.
-        max_length: tokens kept of each conversation; training keeps as many where nothing else is said.
+        max_length: tokens kept of each conversation; training keeps as many where the target has room.
         limit: rows that are read for the summary.
         skip_bad_rows: count malformed rows and continue.
         chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
@@ -103,8 +103,8 @@ class CompileOptions(PlacedOptions):
 
     def check(self) -> None:
         """Raises ConfigError for the first value out of range."""
-        for name in ("samples", "max_new_tokens", "prefix", "depth", "most"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; give a positive number")
+        for name in ("samples", "max_new_tokens", "prefix", "depth", "most", "limit"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; give a positive number")
         if self.temperature < 0:
             raise ConfigError(f"temperature is {self.temperature}; give 0 or more")

@@ -12,12 +12,15 @@ from shape import bundled
 from shape.data.encoding import Encoded, encode_all
 from shape.data.options import PreviewOptions
 from shape.data.reading import load_conversations
-from shape.errors import DataError
+from shape.errors import ConfigError, DataError
 from shape.target.loading import first_line
 
 
 def preview(options: PreviewOptions) -> None:
     """Print some conversations and a summary. Raises DataError for what cannot be read."""
+    for name, least in (("n", 0), ("max_length", 1)):
+        if getattr(options, name) < least:
+            raise ConfigError(f"{name} is {getattr(options, name)}; give at least {least}")
     conversations = load_conversations(
         options.data,
         limit=options.limit,

@@ -6,7 +6,7 @@ import json
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -67,6 +67,14 @@ class Summary:
 # The run ---------------------------------------------------------------------------------------------
 
 
+def require_prompts(conversations: Iterable[Conversation]) -> None:
+    """Raises DataError for the first conversation that nothing can be answered in."""
+    for conversation in conversations:
+        if not conversation.asks:
+            what = "plain text" if conversation.kind == "text" else "token ids alone"
+            raise DataError(f"conversation {conversation.id} is {what}, which has no prompt to answer; leave it out")
+
+
 def regenerate(
     conversations: Sequence[Conversation],
     backend: Backend,
@@ -110,10 +118,7 @@ def regenerate(
     output, options = Path(output), options or AnswerOptions()
     check_output(output)
     options.check()
-    for conversation in conversations:
-        if not conversation.asks:
-            what = "plain text" if conversation.kind == "text" else "token ids alone"
-            raise DataError(f"conversation {conversation.id} is {what}, which has no prompt to answer; leave it out")
+    require_prompts(conversations)
     draws = [_draw(options.seed, conversation.id) for conversation in conversations]
     kinds = [(uniform < options.sampled_share, noise) for uniform, noise in draws]
     size = 1 if backend.concurrency > 1 else options.batch_size

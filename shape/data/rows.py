@@ -77,8 +77,8 @@ def _filled(given: object) -> object:
 
 def _renamed(row: object, stem: str) -> object:
     """A row of a known benchmark under our names: Spec-Bench and SPEED-Bench (`question_id`), MT-Bench (`prompt` is a
-    list of turns), GSM8K (`question`, `answer`), MATH-500 and AIME (`problem`, `answer`), HumanEval and MBPP
-    (`task_id`), Arena-Hard (`uid`). Their ids are numbers in part, and get the name of their file.
+    list of turns), GSM8K (`question`, `answer`), MATH-500 and AIME (`problem`, `answer`), HumanEval and
+    sanitized MBPP (`task_id`), Arena-Hard (`uid`). Their ids are numbers in part, and get the name of their file.
     """
     if not isinstance(row, dict):
         return row

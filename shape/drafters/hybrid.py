@@ -25,9 +25,9 @@ class HybridDrafter(Drafter):
     """Drafts of several sources in one tree under one budget.
 
     Paths that several propose are one path. A source's probabilities are calibrated by what became of such tokens
-    before (`Calibration`), so that the likeliest nodes of all can be kept. Where one source alone proposes, its tree is
-    taken as it is. Sources are asked in their order, cheap ones first: a later one only where what it adds to the
-    others has so far been worth its time (`DraftValue`). So a predictor need not run while a text is being copied.
+    before (`Calibration`), so that the likeliest nodes of all can be kept. Where the last one asked alone proposes, its
+    tree is taken as it is. Sources are asked in their order, cheap ones first: a later one only where what it adds to
+    the others has so far been worth its time (`DraftValue`). So a predictor need not run while a text is being copied.
 
     Args:
         drafters: the sources, at least one; their names, joined by "+", are its name.

@@ -18,7 +18,7 @@ from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.results import AUTOREGRESSIVE, SHIPPED_TARGET, SHIPPED_TEXT, SpeedResults
 from shape.evaluation.speed import RESULTS, SpeedSetting, measure_in, refuse_results, settings_of
 from shape.generation.decoder import ShapeDecoder
-from shape.generation.loading import is_language_model
+from shape.generation.loading import is_language_model, refuse_unknown
 from shape.generation.rules import Match, make_rule
 from shape.target.loading import SOURCE, of_pair, of_predictor, of_target, only
 from shape.target.model import Target, announce
@@ -114,13 +114,17 @@ def load_methods(options: BenchOptions) -> tuple[Target, dict[str, Method]]:
     Raises:
         ConfigError: a predictor's name that is taken, an unknown drafter, or a rule for a method that takes none.
     """
-    predictors = named_predictors(options.predictor or ([] if options.target is not None else ["quickstart-shape"]))
+    predictors = named_predictors(
+        several(options.predictor or ([] if options.target is not None else ["quickstart-shape"]))
+    )
     names = options.methods or ["transformers", AUTOREGRESSIVE, "ngram", "shape" if predictors else "suffix"]
+    baselines = {AUTOREGRESSIVE, ASSISTED, *get_args(TransformersMethod)}
     for name, at, _ in (entry.partition("@") for entry in names):
-        if at and name in {*get_args(TransformersMethod), ASSISTED, AUTOREGRESSIVE}:
+        if at and name in baselines:
             raise ConfigError(f"method {name} takes no acceptance rule; leave out what stands behind it")
     told = [entry.partition("@")[2] or Match.name for entry in names]
     rules = {name: make_rule(name, options.typical_lossy, options.trs_lossy) for name in told}
+    refuse_unknown({entry.partition("@")[0] for entry in names} - baselines)
     how: dict[str, Any] = {"dtype": options.dtype, "prepacked": options.prepacked}
     if options.target is not None:
         target = Target.load(options.target, **how, **of_target(options))

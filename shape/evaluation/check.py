@@ -25,7 +25,7 @@ from shape.evaluation.results import SpeedResults
 from shape.evaluation.runner import sampling
 from shape.evaluation.speed import SpeedSetting, measure
 from shape.generation.decoder import ShapeDecoder
-from shape.generation.loading import draft_dtype
+from shape.generation.loading import draft_dtype, refuse_unknown
 from shape.generation.planning import (
     CANDIDATES,
     acceptance,
@@ -65,6 +65,7 @@ def check(options: CheckOptions) -> dict[str, Any]:
     asked = options.prompts or bundled.path("data", "validation.jsonl.gz")
     prompts, source = chosen_prompts(asked, options.limit, options.chat_template_kwargs)
     refuse_shared_ids(prompts, source)
+    refuse_unknown(options.drafter or ())
     if options.predictor is not None:
         decoder = ShapeDecoder.from_pretrained(
             predictor=options.predictor, target=options.target, dtype=options.dtype, **of_pair(options)

@@ -5,8 +5,9 @@ drafter or a prompt with one thing changed, and its evidence is the acceptance l
 own answers: where one change makes the drafter much better, that was the cause.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from shape.target.model import Target
 
 _CLEARLY = 0.25  # more tokens a forward than as loaded: neighbouring layers, for example, are all of some use
 _LITTLE = 1.6  # an acceptance length below which a trained drafter's is not what it was trained to
+_MASK_LIKE = re.compile("mask|pad|unk|reserved", re.IGNORECASE)  # of the tokens that a tokenizer has added
 _LOST_IN_DECODING = 0.9  # of the acceptance length by teacher forcing, which decoding has but for rounding
 
 
@@ -150,8 +152,9 @@ def _mask_token(target: Target, predictor: Predictor) -> Iterator[Suspicion]:
     if own is None:
         return
     added = {} if target.tokenizer is None else target.tokenizer.added_tokens_decoder
-    for number, token in {target.vocab_size - 1: "the last", 0: "the first", **added}.items():
-        if number != own:
+    likely = {number: token for number, token in added.items() if _MASK_LIKE.search(str(token))}
+    for number, token in {target.vocab_size - 1: "the last", 0: "the first", **likely}.items():
+        if number != own and number < target.vocab_size:  # some tokenizers have added more than the target knows
             other = changed(predictor, mask_token_id=number)
             if isinstance(other.mask_embedding, Tensor):
                 other.mask_embedding.fill_(torch.nan)
@@ -213,19 +216,31 @@ def changed(predictor: Predictor, **options: Any) -> Predictor:
 # ------------------------------------------------------------------------------------------------------- the evidence
 
 
-class Answered(NamedTuple):
-    """Token ids of a prompt and its greedy answer, (T,) int64, and where the answer begins."""
+@dataclass(frozen=True)
+class Answered:
+    """Token ids of a prompt and its greedy answer, (T,) int64, and where the answer begins.
+
+    Attributes:
+        known: the target's states of it by their layers, as far as somebody has read them.
+    """
 
     ids: Tensor
     start: int
+    known: dict[tuple[int, ...], Tensor] = field(default_factory=dict, repr=False)
+
+    def features(self, target: Target, layers: Sequence[int]) -> Tensor:
+        """(T, F)."""
+        if (which := tuple(layers)) not in self.known:
+            self.known[which] = target.features(self.ids[None], layers)[0].cpu()
+        return self.known[which]
 
 
 def acceptance(target: Target, predictor: Predictor, answers: Sequence[Answered]) -> float:
     """Acceptance length of chains as deep as the drafter's steps, by teacher forcing on the target's answers."""
-    texts = []
-    for ids, start in answers:
-        features = target.features(ids[None], predictor.config.target_layers)[0]
-        texts.append(Stored(ids.cpu(), torch.arange(len(ids)) >= start, features.cpu()))
+    layers = predictor.config.target_layers
+    texts = [
+        Stored(one.ids.cpu(), torch.arange(len(one.ids)) >= one.start, one.features(target, layers)) for one in answers
+    ]
     with evaluating([predictor]):
         tokens, steps = teacher_forced(predictor, target, texts)
     return tokens / max(steps, 1)

@@ -270,7 +270,8 @@ def run(options: EfficiencyOptions) -> list[Case]:
     prompts, source = chosen_prompts(options.prompts, options.limit, options.chat_template_kwargs)
     _refuse_unfilled(batches, len(prompts), source)
     Path(options.output).mkdir(parents=True, exist_ok=True)  # where it cannot be made, nothing is measured in vain
-    refuse_results(Path(options.output) / "efficiency.json", recorded(options), "options")
+    asked = {name: value for name, value in recorded(options).items() if name not in ("output", "label")}
+    refuse_results(Path(options.output) / "efficiency.json", asked, "options")
     predictor = None if options.predictor == "none" else options.predictor
     cases: list[Case] = []
     for dtype in several(options.dtype):

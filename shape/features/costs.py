@@ -6,6 +6,7 @@ before you rent machines for many.
 
 import math
 import shutil
+import sys
 from dataclasses import dataclass
 
 from shape.data.reading import load_conversations
@@ -37,13 +38,15 @@ def dry_run(options: CostOptions) -> str:
     options.validate()
     if options.target is None:
         assert options.parameters is not None and options.hidden_size is not None
-        size = Size(options.parameters, options.parameters, options.hidden_size)
+        size, depth = Size(options.parameters, options.parameters, options.hidden_size), sys.maxsize
     else:
         try:
             config = read_config(options.target, **of_target(options))
         except UnsupportedTarget as error:
             raise UnsupportedTarget(f"{error}; or give --parameters and --hidden_size") from error
         size = size_of(config, options.trust_remote_code)
+        depth = config.get_text_config().num_hidden_layers
+    options.check_for(options.target or "of these sizes", size.positions, depth)
     text = measured(options, size.positions)
     return report(size, text, options, costs(size, text, options, free_space(options)))
 

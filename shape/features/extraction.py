@@ -28,7 +28,7 @@ from shape.data.endpoint import Endpoint
 from shape.data.reading import load_conversations
 from shape.errors import ConfigError, DataError, DiskSpaceError, FeatureStoreError
 from shape.features.engine import EngineStates
-from shape.features.manifest import MANIFEST, Manifest
+from shape.features.manifest import MANIFEST, Manifest, refuse_others
 from shape.features.options import ExtractOptions, FeatureOptions, longest
 from shape.features.positions import eligible, stored_positions
 from shape.features.shards import load_checked, missing_shards, quantise, shard_name, write_shard
@@ -51,20 +51,26 @@ def extract_from(options: ExtractOptions) -> FeatureStore:
     endpoint = None if options.endpoint is None else Endpoint.of(options.endpoint, options.model)
     if endpoint is not None:  # one process asks, and leaves the accelerators to the engine
         options = replace(options, trainer=replace(options.trainer, accelerator="cpu", devices=1, num_nodes=1))
+    elif options.model is not None:
+        raise ConfigError("model is the name of the target at an endpoint; give --endpoint, or leave model out")
+    elif options.device_map is not None:  # a target that was put on given devices is one process's
+        options = replace(options, trainer=replace(options.trainer, devices=1, num_nodes=1))
     trainer = options.trainer.for_extraction()
-    device = options.device_map or trainer.strategy.root_device
-    target = Target.load(options.target, dtype=options.dtype, device_map=device, **of_target(options))
-    options.check(target)
     conversations = load_conversations(
         options.data,
         skip_bad_rows=options.skip_bad_rows,
         limit=options.limit,
         chat_template_kwargs=options.chat_template_kwargs,
     )
+    device = options.device_map or trainer.strategy.root_device
+    target = Target.load(options.target, dtype=options.dtype, device_map=device, **of_target(options))
+    options.check(target)
+    storage = Storage(options.output)
+    refuse_others(storage, target)
     rank_zero_only(announce)(target)
     texts = list(chain.from_iterable(split_conversations(target, conversations)))
     states = None if endpoint is None else EngineStates(endpoint, target)
-    return extract(target, texts, options.output, options, trainer, states)
+    return extract(target, texts, storage, options, trainer, states)
 
 
 def extract(

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 
 from shape.data.backends import Answer, Backend, Request
-from shape.data.endpoint import EndpointBackend
+from shape.data.endpoint import Endpoint, EndpointBackend
 from shape.data.reading import load_conversations
-from shape.data.regeneration import Share, Summary, check_output, in_every_process, regenerate
+from shape.data.regeneration import Share, Summary, check_output, in_every_process, regenerate, require_prompts
 from shape.errors import ConfigError, DataError
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.options import RegenerationOptions
@@ -108,11 +108,19 @@ class LocalBackend:
         return Answer(text, end is not None, message.more, tokens)
 
 
-def make_backend(options: RegenerationOptions) -> Backend:
-    """The backend that the options ask for. Raises ConfigError if they contradict each other."""
+def _check(options: RegenerationOptions) -> None:
     options.check()
     if (options.target is None) == (options.endpoint is None):
         raise ConfigError("give either target, to answer here, or endpoint and model, to ask a server")
+    if options.endpoint is None and options.model is not None:
+        raise ConfigError("model is the name of the target at an endpoint; give --endpoint, or leave model out")
+    if options.endpoint is not None:
+        Endpoint.of(options.endpoint, options.model)
+
+
+def make_backend(options: RegenerationOptions) -> Backend:
+    """The backend that the options ask for. Raises ConfigError if they contradict each other."""
+    _check(options)
     if options.endpoint is None:
         decoder = ShapeDecoder.from_pretrained(
             target=options.target, dtype=options.dtype, drafter="none", **of_target(options)
@@ -131,6 +139,7 @@ def make_backend(options: RegenerationOptions) -> Backend:
 def regenerate_from(options: RegenerationOptions) -> Summary | None:
     """What `shape regenerate` does, cheap checks first; None in processes other than the first."""
     check_output(Path(options.output))
+    _check(options)
     conversations = load_conversations(
         options.data,
         skip_bad_rows=options.skip_bad_rows,
@@ -139,6 +148,7 @@ def regenerate_from(options: RegenerationOptions) -> Summary | None:
         require_answers=False,
         chat_template_kwargs=options.chat_template_kwargs,
     )
+    require_prompts(conversations)
     # A target that was put on given devices is one process's.
     placed = options.device is not None or options.device_map is not None
     chosen = replace(options.trainer, devices=1, num_nodes=1) if placed else options.trainer

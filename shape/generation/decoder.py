@@ -132,7 +132,13 @@ class ShapeDecoder(Engine):
             isinstance(named, Sequence) and all(isinstance(name, str) for name in named)
         ):
             raise ConfigError(f"drafter is {named!r}; give a Drafter alone, or names")
-        drafts = DrafterOptions(named, tree, draft_device, draft_length(options, num_draft_tokens), pack, misses)
+        length = draft_length(options, num_draft_tokens)
+        drafts = DrafterOptions(named, tree, draft_device, length, pack, misses)
+        if own is not None and drafts != DrafterOptions("none"):
+            raise ConfigError(
+                "tree, draft_device, num_draft_tokens, pack and misses are of drafters that are made here; set them on "
+                f"the {type(own).__name__} at hand, or give a name"
+            )
         options |= {"tokenizer": tokenizer, "dtype": dtype, "device_map": device_map}
         loaded, chosen = load_pair(source, target, predictor, drafts, predictor_revision, prepacked, **options)
         made = cls(loaded, own or chosen, fall_back=fall_back, graphs=graphs)

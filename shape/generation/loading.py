@@ -1,6 +1,6 @@
 """From names to parts: a target and its drafter from folders, hub ids, bundled names, or models at hand."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,13 @@ _OWN_LAYER = "mtp"  # without a predictor it drafts with the layer that the targ
 def needs_predictor(drafter: str | None) -> bool:
     """Whether one of the names joined by "+" is a predictor's; without a name a given predictor drafts."""
     return drafter is None or not {"shape", "model", *PREDICTOR_KINDS}.isdisjoint(drafter.split("+"))
+
+
+def refuse_unknown(drafters: Iterable[str]) -> None:
+    """Raises ConfigError for names, joined by "+", that no drafter has, before a target is loaded for them."""
+    parts = {part for name in drafters for part in name.split("+")}
+    for part in sorted(parts - {"shape", "model", "recipes", *PREDICTOR_KINDS}):
+        make_drafter(part)
 
 
 @dataclass(frozen=True)

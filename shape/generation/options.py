@@ -103,8 +103,8 @@ class GenerateOptions(DraftOptions):
         eos_aware: let no answer end within its first four tokens.
         pack: recipes to look up, by themselves (--drafter recipes) or before the predictor.
         misses: add what the pack did not know to this log, for `shape recipes merge`.
-        trace: write what became of every drafted and emitted token to this file, as JSON lines (of a chat: the last
-            answer's).
+        trace: write what became of every drafted and emitted token to this file, as JSON lines (of a chat one
+            for each answer, FILE, FILE-2, ...).
         show_draft: colour the answer by what became of each token (shown when the answer is finished).
         show_trace: print every step: what was drafted and what was accepted.
     """

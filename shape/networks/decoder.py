@@ -80,7 +80,8 @@ def layers_like(target: PreTrainedConfig, size: int | None = None) -> dict[str, 
         heads = max(size // each, 1)
         groups = math.gcd(heads, found["num_key_value_heads"] or heads)
         found |= {"hidden_size": size, "head_dim": each, "num_attention_heads": heads, "num_key_value_heads": groups}
-        found["intermediate_size"] = round(found["intermediate_size"] * size / target.hidden_size)
+        if inner := found["intermediate_size"]:  # GPT-2's configuration has none
+            found["intermediate_size"] = round(inner * size / target.hidden_size)
     return {name: value for name, value in found.items() if value is not None}
 
 

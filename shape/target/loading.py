@@ -64,6 +64,8 @@ def of_target(options: TargetOptions) -> dict[str, Any]:
     given = {name: value for name, value in given.items() if value is not None}
     if ours := sorted(_OURS & options.target_options.keys()):
         raise ConfigError(f"{ours[0]} is given in target_options, which are transformers' own; leave it out there")
+    if "token" in options.target_options:
+        raise ConfigError("token is given in target_options, which results record; give --token, or set HF_TOKEN")
     if twice := sorted(given.keys() & options.target_options.keys()):
         raise ConfigError(f"{twice[0]} is given by itself and in target_options; give it once")
     return {**given, **options.target_options}

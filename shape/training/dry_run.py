@@ -36,9 +36,9 @@ from shape.generation.timing import draft_cost
 from shape.networks.base import Predictor
 from shape.target.loading import dtype_of, of_target, read_config, tokenizer_of
 from shape.target.model import Target
-from shape.target.size import Size, size_of
+from shape.target.size import Size
 from shape.training import preparation
-from shape.training.defaults import network_config, resolve
+from shape.training.defaults import resolve
 from shape.training.forecast import Draft, Forecast, Hours
 from shape.training.options import TrainOptions
 from shape.training.run import make_module
@@ -55,11 +55,8 @@ def dry_run(options: TrainOptions) -> str:
         ConfigError, DataError, UnsupportedTarget: what cannot be trained on.
     """
     options.check()
-    config = read_config(options.target, **of_target(options))
-    size, dtype = size_of(config, options.trust_remote_code), dtype_of(options.dtype, config)
-    first = resolve(options, size, None)
-    first.feature_options().check_for(options.target, size.positions, config.get_text_config().num_hidden_layers)
-    network_config(first, size)
+    first, size = preparation.sized_before_loading(options)
+    dtype = dtype_of(options.dtype, read_config(options.target, **of_target(options)))
     conversations = preparation.load_data(options)
     held_out = set() if preparation.validation_data(options) else preparation.held_out_numbers(options, conversations)
     tokenizer, notes = tokenizer_of(options.target, options), []
@@ -105,6 +102,8 @@ def _obstacle(options: TrainOptions, size: Size, dtype: torch.dtype) -> str | No
     """Why nothing can be measured here."""
     if options.shard_target:
         return "the target is to be cut among processes"
+    if options.trainer.accelerator in ("cuda", "gpu") and not torch.cuda.is_available():
+        return f"there is no GPU here for --trainer.accelerator {options.trainer.accelerator}"
     where = bundled.resolve(options.target)
     cached = None if Path(where).is_dir() else try_to_load_from_cache(where, "config.json")
     folder = Path(cached).parent if isinstance(cached, str) else Path(where)
@@ -121,12 +120,13 @@ def _measured(
     options: TrainOptions, conversations: Sequence[Conversation], text: DataStatistics
 ) -> tuple[Draft | None, Hours]:
     """On one device: a batch of answers, their features, some steps, and drafts beside steps of the target."""
-    target = preparation.load_target(options, options.trainer.for_extraction())
+    one = replace(options.trainer, devices=1, num_nodes=1, strategy="auto", enable_progress_bar=False)
+    target = preparation.load_target(options, one.for_extraction())
     tokens, hours = text.conversations * text.tokens, {}
     steps, layers = cast(int, options.training.steps), options.feature_options().layers
     sample = evenly(conversations, options.regeneration.batch_size)
     with TemporaryDirectory() as name, redirect_stdout(StringIO()):
-        trial = _trial(options, name)
+        trial = _trial(replace(options, trainer=one), name)
         trainer = trial.trainer.for_extraction()
         place(target, trainer.strategy.root_device)
         seconds = None
@@ -159,14 +159,13 @@ def _measured(
 
 
 def _trial(options: TrainOptions, folder: str) -> TrainOptions:
-    """A few steps of the same, on one device."""
+    """A few steps of the same."""
     return replace(
         options,
         output=folder,
         online=False,
         features=None,
         training=replace(options.training, steps=_STEPS, conversations=None, max_minutes=None),
-        trainer=replace(options.trainer, devices=1, num_nodes=1, strategy="auto", enable_progress_bar=False),
     )
 
 

@@ -103,6 +103,11 @@ def require_alike(runs: Sequence[TrainOptions]) -> list[str]:
         )
     for name, run in zip(names, runs, strict=True):
         run.check()
+        if run.ckpt_path is not None:
+            raise ConfigError(
+                f"{name} has ckpt_path, and runs of a joint training are resumed together; leave it out, and give "
+                "--ckpt_path to shape joint"
+            )
         if not run.online:
             raise ConfigError(f"{name} reads stored features, which cost no forward to share; set online: true")
         if run.training.max_minutes is not None:
@@ -111,12 +116,12 @@ def require_alike(runs: Sequence[TrainOptions]) -> list[str]:
             raise ConfigError(f"{name} has validation.patience, which would end all runs with it; leave it out")
         if run.trainer.strategy == "fsdp":
             raise ConfigError(f"{name} is cut by fsdp, which takes one network; give --trainer.strategy ddp")
-        apart = [key for key, value in shared_options(run).items() if value != shared_options(runs[0])[key]]
-        if apart:
-            theirs, mine = shared_options(runs[0])[apart[0]], shared_options(run)[apart[0]]
+        theirs, mine = shared_options(runs[0]), shared_options(run)
+        if apart := [key for key in mine if mine[key] != theirs[key]]:
             raise ConfigError(
-                f"{names[0]} has {apart[0]} {theirs} and {name} has {mine}; runs of a joint training may differ in "
-                f"{', '.join(sorted(_OWN))} and of training in {', '.join(sorted(_OWN_OF_TRAINING))} alone"
+                f"{names[0]} has {apart[0]} {theirs[apart[0]]} and {name} has {mine[apart[0]]}; runs of a joint "
+                f"training may differ in {', '.join(sorted(_OWN))} and of training in "
+                f"{', '.join(sorted(_OWN_OF_TRAINING))} alone"
             )
     return names
 

@@ -37,7 +37,7 @@ class PredictorOptions:
         num_layers: residual blocks at that width; residual layers of each of medusa's heads; decoder layers of the
             others.
         attention: SHAPE's steps also attend to all known positions.
-        num_heads: attention heads; null makes them 64 wide.
+        num_heads: attention heads; null makes shape's 64 wide, and takes the target's number for the others.
         num_steps: steps that training unrolls.
         step_mode: all steps from one window, or one network applied again to its own prediction.
         token_conditioning: read no token, the last committed one, or each token of the drafted path.

@@ -26,9 +26,9 @@ from shape.features.manifest import MANIFEST, refuse_others
 from shape.features.storage import Storage
 from shape.generation.answers import LocalBackend
 from shape.generation.decoder import ShapeDecoder
-from shape.target.loading import of_target
+from shape.target.loading import of_target, read_config
 from shape.target.model import Target, announce
-from shape.target.size import size_of
+from shape.target.size import Size, size_of
 from shape.training.defaults import network_config, resolve
 from shape.training.forecast import Forecast
 from shape.training.options import TrainOptions
@@ -81,26 +81,25 @@ def prepare(runs: Sequence[TrainOptions], home: Storage) -> Material:
     """
     options = runs[0]
     trainer = options.trainer.for_extraction()
-    for run in runs:  # early, so that a bad option stops the run before the work
+    for run in runs:  # early, as is all up to the target: what is wrong stops the run before the work
         run.trainer.for_training(1, logger=False, enable_checkpointing=False)
     if options.shard_target and trainer.world_size < 2:
         raise ConfigError(
             "shard_target shares the target out among processes, and there is one; give --trainer.devices and "
             "--trainer.strategy ddp, or leave it out"
         )
+    for run in runs:
+        sized_before_loading(run)
+    prompts = _measurement_prompts(options)
+    conversations, for_validation = load_data(options), validation_data(options)
     target = load_target(options, trainer)
     if target.tokenizer is None:
         raise DataError(f"target {target.name} has no tokenizer, and conversations are text; put one into its folder")
     size = size_of(target.model)
     for run in runs:
-        first = resolve(run, size, None)
-        first.feature_options().check(target)
-        network_config(first, target)
+        network_config(resolve(run, size, None), target)
         refuse_other_sizes(run, target)
-    prompts = _measurement_prompts(options)  # read early, so that a bad file stops the run before the work
-    conversations = load_data(options)
     refuse_others(home, target)
-    for_validation = validation_data(options)
     options = resolve(options, size, None)  # what follows reads its length
     _refuse_early(options, target, conversations, for_validation, prompts)
     if options.writes_answers:
@@ -173,6 +172,20 @@ def load_target(options: TrainOptions, trainer: pl.Trainer) -> Target:
 
 
 # ------------------------------------------------------------------------------------------------- what is learned
+
+
+def sized_before_loading(options: TrainOptions) -> tuple[TrainOptions, Size]:
+    """The options resolved by the size of the target, which its configuration says.
+
+    Raises:
+        ConfigError, UnsupportedTarget: they do not fit it, or one another.
+    """
+    config = read_config(options.target, **of_target(options))
+    size = size_of(config, options.trust_remote_code)
+    first = resolve(options, size, None)
+    first.feature_options().check_for(options.target, size.positions, config.get_text_config().num_hidden_layers)
+    network_config(first, size)
+    return first, size
 
 
 def load_data(options: TrainOptions) -> list[Conversation]:

@@ -51,7 +51,6 @@ def export_and_measure(
         "target": options.target,
         "data": options.data or "the conversations that ship with shape",
         "steps": module.trainer.global_step,
-        "seconds": round(module.seconds, 1),
         "validation_seconds": round(validation.seconds, 1),
         "validation": {"prompts": len(validation.prompts), **(validation.best or {})},
         "peak_memory_gb": round(peak_memory(module.trainer.strategy.root_device), 2),

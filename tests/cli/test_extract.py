@@ -12,6 +12,7 @@ import torch
 from training_runs import write_conversations
 
 from shape.cli.extract import main
+from shape.errors import FeatureStoreError
 from shape.features.store import FeatureStore
 
 
@@ -74,6 +75,22 @@ def test_a_dry_run_is_asked_for_by_adding_it_to_the_command(tiny_target_folder, 
     assert not (tmp_path / "out").exists()
 
 
+def test_a_dry_run_stands_in_no_file(tiny_target_folder, data, tmp_path, refused):
+    (tmp_path / "dry.yaml").write_text("dry_run: true\n")
+    given = arguments(tiny_target_folder, data, tmp_path / "out", f"--config={tmp_path / 'dry.yaml'}")
+    assert "give --dry-run instead" in refused(main, *given, alone=True)
+
+
+def test_a_folder_of_another_target_is_refused_before_texts_are_read(tiny_model, data, tmp_path, refused, monkeypatch):
+    """And where several devices hold one target, one process extracts."""
+    monkeypatch.setattr("shape.features.extraction.split_conversations", lambda *_: pytest.fail("texts are read"))
+    monkeypatch.setattr("shape.features.extraction.refuse_others", lambda *_: (_ for _ in ()).throw(other))
+    folder, other = tmp_path / "target", FeatureStoreError("features of another target")
+    tiny_model("llama", torch.float32).save_pretrained(folder)
+    given = arguments(folder, data, tmp_path / "out", "--device_map", "cpu", "--trainer.devices", "2")
+    assert "features of another target" in refused(main, *given, alone=True)
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -81,6 +98,8 @@ def test_a_dry_run_is_asked_for_by_adding_it_to_the_command(tiny_target_folder, 
         (["--data", "missing.jsonl"], "missing.jsonl"),
         (["--target", "no/such/folder"], "no/such/folder"),
         (["--layers", "[7, -1]"], "do not exist"),
+        (["--model", "served"], "model is the name of the target at an endpoint; give --endpoint"),
+        (["--target", "no/such/folder", "--data", "missing.jsonl"], "missing.jsonl"),  # before a target is loaded
     ],
 )
 def test_mistakes_get_one_sentence(tiny_target_folder, data, tmp_path, refused, more, message):

@@ -17,7 +17,7 @@ def test_compile_merge_and_inspect(tiny_target_folder, tmp_path, capsys, refused
     one, two, both = (str(tmp_path / f"{name}.pack") for name in ("one", "two", "both"))
     given = ["--target", str(tiny_target_folder), "--prompts", str(ask), "--max_new_tokens", "12", "--prefix", "2"]
     main(["compile", *given, "--output", one, "--temperature", "0", "--samples", "1"])
-    assert "recipes of" in capsys.readouterr().out
+    assert "recipes of" in capsys.readouterr().out and Pack.load(one).samples == 1
     main(["compile", *given, "--output", two, "--limit", "2", "--seed", "3"])
     main(["merge", one, two, "--output", both])
     assert len(Pack.load(both).recipes) >= len(Pack.load(one).recipes) > 0
@@ -37,6 +37,11 @@ def test_compile_merge_and_inspect(tiny_target_folder, tmp_path, capsys, refused
     with pytest.raises(ConfigError, match="drafter 'recipes' needs a pack"):
         ShapeDecoder.from_pretrained(None, target=tiny_target_folder, drafter="recipes")
     (tmp_path / "one.pack").write_bytes(b"broken")
+    compiles = ["compile", "--target", "/nowhere", "--prompts", given[3], "--output", two]
+    assert "neither json nor a MODULE:FUNCTION" in refused(main, *compiles, "--verify", "nothing")
+    assert "missing.jsonl" in refused(main, *compiles, "--misses", str(tmp_path / "missing.jsonl"))
+    assert "limit is 0; give a positive number" in refused(main, *compiles, "--limit", "0")
+    assert "most is 0; give a positive number" in refused(main, "merge", two, "--output", both, "--most", "0")
     for arguments in (
         ["inspect", one],
         ["merge", one, two, "--output", both],

@@ -28,6 +28,7 @@ def test_command(tmp_path, tiny_target_folder, capsys, refused):
         ([], "give either target, to answer here, or endpoint"),
         (["--endpoint", "http://localhost:1/v1"], "name one with model"),
         (["--endpoint", "localhost", "--model", "m"], "endpoint localhost is no URL"),
+        (["--target", "t", "--model", "m"], "model is the name of the target at an endpoint; give --endpoint"),
         (["--target", "t", "--temperature", "0"], "for greedy answers set sampled_share to 0"),
     ],
 )
@@ -35,6 +36,14 @@ def test_contradictory_options(tmp_path, refused, options, sentence):
     (tmp_path / "p.jsonl").write_text('{"prompt": "x"}\n')
     given = ["--data", str(tmp_path / "p.jsonl"), "--output", str(tmp_path / "o.jsonl")]
     assert sentence in refused(main, *given, *options)
+    given[1] = str(tmp_path / "missing.jsonl")  # which is looked at later
+    assert sentence in refused(main, *given, *options)
+
+
+def test_texts_are_refused_before_a_target_is_loaded(tmp_path, refused):
+    (tmp_path / "p.jsonl").write_text('{"text": "x"}\n')
+    given = ["--data", str(tmp_path / "p.jsonl"), "--output", str(tmp_path / "o.jsonl"), "--target", "/nowhere"]
+    assert "is plain text, which has no prompt to answer" in refused(main, *given)
 
 
 def test_a_request_to_end_interrupts(tmp_path, tiny_target_folder, monkeypatch, capsys):

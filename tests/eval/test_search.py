@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,17 @@ def test_what_a_search_has_answered_is_not_searched_for_again(searched, tmp_path
     assert len(rounds) == 4 and json.loads((tmp_path / "search/search.json").read_text()) == kept
     search(parse([str(searched), f"--output={tmp_path}", "--only=[root]", "--search.candidates=4"]))  # another search
     assert len(rounds) == 6
+
+
+def test_a_variant_with_other_values_is_searched_for_again(searched, tmp_path, rounds):
+    options = parse([str(searched), f"--output={tmp_path}", "--only=[root]"])
+    search(options)
+    assert len(rounds) == 2
+    values = [0.001, 0.03]
+    root = options.variants["root"] or {}
+    more = {**options.variants, "root": {**root, "search": {"training.learning_rate": values}}}
+    search(replace(options, variants=more))
+    assert len(rounds) == 4 and any(run.options.training.learning_rate == 0.03 for run in rounds[2])
 
 
 def test_a_search_by_steps_asks_no_clock(searched, tmp_path, rounds):

@@ -213,6 +213,18 @@ def test_sampling_is_the_same_for_every_drafter(arguments, tmp_path):
     assert summary["autoregressive"]["equal_transformers"] is None
 
 
+def test_mistyped_drafters_are_told_before_a_target_is_loaded(prompts, tmp_path, refused):
+    given = ["--target", "/nowhere", "--prompts", str(prompts), "--output", str(tmp_path / "out")]
+    said = refused(main, *given, "--methods", "[autoregressive,suffix+sufix@match]")
+    assert "drafter 'sufix' is unknown; did you mean suffix?" in said
+
+
+def test_a_file_may_name_one_predictor(prompts, tmp_path, refused):
+    (tmp_path / "bench.yaml").write_text(f"predictor: {tmp_path / 'nowhere'}\n")
+    given = ["--config", str(tmp_path / "bench.yaml"), "--prompts", str(prompts), "--output", str(tmp_path / "out")]
+    assert f"{tmp_path / 'nowhere'} cannot be read" in refused(main, *given)
+
+
 def test_names_of_predictors():
     assert named_predictors(["here/x"]) == {"shape": "here/x"}
     assert named_predictors(["a=x", "y", "b=z=1"]) == {"a": "x", "shape": "y", "b": "z=1"}

@@ -1,6 +1,7 @@
 """The doctor: every cause is planted in a drafter that had learned its target's answers by heart, and named."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from shape.data.conversations import Prompt
 from shape.drafters import PREDICTORS, TrainedDrafter
-from shape.evaluation.doctor import Diagnosis, changed, diagnose
+from shape.evaluation.doctor import Diagnosis, _mask_token, changed, diagnose
 from shape.networks.base import Predictor
 from shape.networks.config import ShapeConfig
 from shape.networks.teacher_forcing import Reader, Texts, examples, known_in
@@ -118,6 +119,17 @@ def test_mask_token(tiny_target, learned, prompts):
     network.mask_embedding.copy_(tiny_target.embed(torch.tensor(77)))
     found = examine(tiny_target, network, prompts)
     assert found.cause is not None and found.cause.startswith("the mask token is 0"), found
+
+
+def test_few_tokens_are_tried_as_masks(tiny_target, learned):
+    """Of what a tokenizer has added, which may be more than the target knows."""
+    tokens = {number: f"<|special_{number}|>" for number in range(60)} | {61: "<mask>", 9999: "<pad>"}
+    target = copy.copy(tiny_target)
+    target.tokenizer = SimpleNamespace(added_tokens_decoder=tokens)
+    found = [suspicion.cause for suspicion in _mask_token(target, learned["block"])]
+    own, last = learned["block"].config.mask_token_id, tiny_target.vocab_size - 1
+    expected = {last: "the last", 0: "the first", 61: "<mask>"}
+    assert found == [f"the mask token is {number} ({text})" for number, text in expected.items() if number != own]
 
 
 @pytest.mark.parametrize("anchor", [True, False])

@@ -131,6 +131,8 @@ def test_the_command_writes_what_it_measured(tiny_target_folder, tmp_path):
     assert all(len(case["answers"]) == 4 for case in record["cases"])
     written = (tmp_path / "out" / "efficiency.md").read_text()
     assert "### Tiny" in written and "each answered 2 times" in written
+    again = replace(options, output=f"{tmp_path / 'out'}/", label="Small")
+    assert len(run(again)) == 4  # of the same settings
     with pytest.raises(ConfigError, match=r"measurement with other settings \(temperature\)"):
         run(replace(options, temperature=[1.0]))
     with pytest.raises(ConfigError, match="has to lie between 1 and limit 2"):

@@ -273,6 +273,27 @@ def test_the_command_writes_pages_and_images(results, tmp_path, capsys):
     assert len(names) == 2 * drawn and "analysis-analysis-shipped-analysis-acceptance-and-its-limits.svg" in names
 
 
+def test_traces_of_like_names_have_a_page_each(results, tmp_path):
+    """What their writers said of the call may be little."""
+    whole = (results / "traces" / "match.jsonl").read_text().splitlines(keepends=True)
+    called = json.loads(whole[0])["type"] == "call"
+    for name in ("свод", "отчёт", "a_1", "a-1"):
+        (tmp_path / f"{name}.jsonl").write_text('{"type": "call", "prompt": "Hi"}\n' + "".join(whole[called:]))
+    made = pages(find(tmp_path))
+    assert len(made) == 5 and all(name in made["report.html"] for name in list(made)[1:])
+    assert all("Not all of target, drafter and sampling was recorded." in page for page in list(made.values())[1:])
+
+
+@pytest.mark.parametrize("place", ["output", "images"])
+def test_a_place_that_cannot_be_written_to_is_found_before_anything_is_drawn(
+    results, tmp_path, refused, monkeypatch, place
+):
+    monkeypatch.setattr("shape.evaluation.report.page.pages", lambda *_, **__: pytest.fail("pages are drawn"))
+    (tmp_path / "file").touch()
+    given = {"output": str(tmp_path / "report.html")} | {place: str(tmp_path / "file" / "below")}
+    refused(main, str(results), *(f"--{name}={value}" for name, value in given.items()), alone=True)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "sentence"),
     [

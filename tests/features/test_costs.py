@@ -99,6 +99,11 @@ def test_the_command_says_what_a_70b_target_takes_without_weights(tmp_path, caps
         (["--target=no/such"], "no/such cannot be loaded"),
         (["--parameters=1", "--hidden_size=1", "--utilisation=2"], "it is a share"),
         (["--parameters=1", "--hidden_size=1", "--passes=0"], "passes is 0"),
+        (
+            ["--parameters=1", "--hidden_size=1", "--feature_dtype=bf16"],
+            "feature_dtype is bf16; features are stored in",
+        ),
+        (["--parameters=1", "--hidden_size=1", "--layers=[3]"], "end them in -1"),
         (["--parameters=1", "--hidden_size=1", "--data=D"], "give --target"),
     ],
 )

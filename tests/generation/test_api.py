@@ -63,6 +63,10 @@ def test_answers_have_a_length_where_nobody_says_one(tiny_target, tiny_model, ti
             "give a Drafter alone, or names",
         ),
         (lambda decoder: ShapeDecoder.from_pretrained(decoder.target, drafter=5), "drafter is 5; give a Drafter"),
+        (
+            lambda decoder: ShapeDecoder.from_pretrained(decoder.target, drafter=SuffixDrafter(), num_draft_tokens=3),
+            "set them on the SuffixDrafter at hand",
+        ),
         # Before a target is looked for:
         (lambda decoder: ShapeDecoder.from_pretrained(target="nowhere", drafter="sufix"), "drafter 'sufix' is unknown"),
         (

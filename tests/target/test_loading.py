@@ -203,6 +203,8 @@ def test_options_that_cannot_be_served(tiny_target, tiny_target_folder):
         of_target(PlacedOptions(device="cpu", device_map="auto"))
     with pytest.raises(ConfigError, match="device_map is given in target_options"):
         of_target(TargetOptions(target_options={"device_map": "auto"}))
+    with pytest.raises(ConfigError, match="token is given in target_options, which results record; give --token"):
+        of_target(TargetOptions(target_options={"token": "secret"}))
     with pytest.raises(ConfigError, match="revision is given by itself and in target_options"):
         of_target(PairOptions(revision="v1", target_options={"revision": "v2"}))
 
@@ -289,7 +291,8 @@ def asked_of_transformers(monkeypatch) -> list[dict]:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_command_hands_the_options_on(name, tiny_target_folder, tmp_path, asked_of_transformers, monkeypatch):
     data = tmp_path / "data.jsonl"
-    row = {"prompt": "a"} if name == "recipes" else {"conversations": [{"from": "human", "value": "a"}]}
+    turns = [{"from": "human", "value": "a"}, *([{"from": "gpt", "value": "b"}] if name == "extract" else [])]
+    row = {"prompt": "a"} if name == "recipes" else {"conversations": turns}
     data.write_text(json.dumps({"id": "1", **row}))
 
     def run(*more: str) -> dict:

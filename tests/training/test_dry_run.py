@@ -73,6 +73,15 @@ def test_answers_that_ship_cost_nothing(tiny_target):
         assert ("answers" in Forecast(options, size, text, torch.float32).hours.parts) == written
 
 
+def test_other_devices_than_here_are_planned_for(tiny_target_folder, tmp_path, capsys):
+    given = [f"--target={tiny_target_folder}", "--trainer.strategy=ddp", "--dry-run"]
+    main([*given, "--trainer.devices=8"])
+    assert "measured here on cpu" in capsys.readouterr().out
+    if not torch.cuda.is_available():
+        main([*given, "--trainer.devices=8", "--trainer.accelerator=gpu"])
+        assert "there is no GPU here for --trainer.accelerator gpu" in capsys.readouterr().out
+
+
 def test_mistakes_are_said_as_in_a_run(tiny_target_folder, refused):
     for more, message in [("--max_length=9999", "256 positions"), ("--data=missing.jsonl", "missing.jsonl")]:
         assert message in refused(main, f"--target={tiny_target_folder}", more, "--dry-run")

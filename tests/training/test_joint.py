@@ -100,6 +100,7 @@ def test_other_runs_cannot_go_on_from_their_checkpoint(files, tmp_path, refused)
     ("changes", "sentence"),
     [
         ({"online": False}, "stored features, which cost no forward to share"),
+        ({"ckpt_path": "last"}, "runs of a joint training are resumed together"),
         ({"seed": 1}, "window has seed 0 and other has 1"),
         ({"training": {"steps": 9}}, "training.steps 8 and other has 9"),
         ({"training": {"max_minutes": 1}}, "training.max_minutes, which all runs would share"),

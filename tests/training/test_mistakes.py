@@ -82,6 +82,24 @@ def test_what_files_alone_can_say_is_said_before_the_target_answers(
         assert said in refused(main, *given, alone=True)
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--data=missing.jsonl"], "missing.jsonl"),
+        (["--validation_data=missing.jsonl"], "missing.jsonl"),
+        (["--measurement.prompts=missing.jsonl"], "missing.jsonl"),
+        (["--predictor.kind=eagle"], "markov_rank is 64"),
+        (["--max_length=9999"], "256 positions"),
+    ],
+)
+def test_what_needs_no_weights_is_said_before_they_are_loaded(
+    tiny_target_folder, data, tmp_path, monkeypatch, refused, more, message
+):
+    monkeypatch.setattr("shape.training.preparation.load_target", lambda *_: pytest.fail("the target is loaded"))
+    given = arguments(tiny_target_folder, data, tmp_path / "out", *more)
+    assert message in refused(main, *given, alone=True)
+
+
 def test_the_target_is_not_replaced(tiny_target_folder, data, tmp_path, refused):
     shutil.copytree(tiny_target_folder, tmp_path / "target")
     given = arguments(tmp_path / "target", data, tmp_path / "target")

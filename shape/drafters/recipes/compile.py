@@ -51,11 +51,12 @@ def compile_pack(options: CompileOptions, target: Target, generate: Callable[...
     prompts = evenly_by_category(prompts, options.limit)
     misses = [miss for path in options.misses for miss in read_misses(path)]
     counts, refused = Counts(), 0
+    samples = options.samples if options.temperature > 0 else 1
     for number, prompt in enumerate(tqdm(prompts, desc="compile", unit="prompt")):
         ids = target.encode(prompt.opening, prompt.template)
         sampled: dict[str, Any] = {"do_sample": options.temperature > 0}
         if options.temperature > 0:
-            sampled |= {"temperature": options.temperature, "top_k": 0, "num_return_sequences": options.samples}
+            sampled |= {"temperature": options.temperature, "top_k": 0, "num_return_sequences": samples}
         out: Tensor = generate(
             ids, ones_like(ids), max_new_tokens=options.max_new_tokens, seed=options.seed + number, **sampled
         )
@@ -72,7 +73,7 @@ def compile_pack(options: CompileOptions, target: Target, generate: Callable[...
         told = f"{refused} of {len(prompts)} prompts are left out: an answer to them did not pass {options.verify}"
         tqdm.write(told, sys.stderr)
     counts += recipes_of_misses(misses, options.prefix, options.depth)
-    pack = pack_of(target.identity, counts, options.samples, len(prompts) - refused, options.most)
+    pack = pack_of(target.identity, counts, samples, len(prompts) - refused, options.most)
     pack.save(options.output)
     return pack
 

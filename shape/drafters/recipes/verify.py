@@ -30,6 +30,6 @@ def make_verify(name: str) -> Verify:
     module, _, function = name.partition(":")
     try:
         found: Verify = getattr(import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # a module runs when it is imported, and may raise anything
         raise ConfigError(f"verify {name!r} is neither json nor a MODULE:FUNCTION ({error}); correct it") from error
     return found

@@ -16,6 +16,7 @@ from shape.evaluation.report import figures, plots, traces
 from shape.evaluation.report.figures import Plot
 from shape.evaluation.report.sources import Source
 from shape.evaluation.results import SpeedResults
+from shape.files import prepare_file
 
 TITLE = "Speculative decoding, measured"
 _MAKERS: dict[str, Callable[[Source[Any]], Iterator[Plot]]] = {
@@ -91,7 +92,11 @@ def lines(sources: Sequence[Source[SpeedResults]]) -> list[list[tuple[str, float
 
 def pages(found: Sequence[Source[Any]], stem: str = "report", progress: bool = False) -> dict[str, str]:
     """The pages by file name: STEM.html first, and one for each trace. The same results give the same pages."""
-    numbered = {f"{stem}-trace-{slug(one.name)}.html": one for one in found if one.kind == "trace"}
+    numbered: dict[str, Source[Any]] = {}
+    for one in (each for each in found if each.kind == "trace"):
+        name = f"{stem}-trace-{slug(one.name)}"
+        alike = sum(page.startswith(f"{name}.html") or page.startswith(f"{name}--") for page in numbered)
+        numbered[f"{name}--{alike + 1}.html" if alike else f"{name}.html"] = one
     others = [one for one in found if one.kind != "trace"]
     speed = [one for one in others if one.kind == "speed"]
     latest = max(speed, key=lambda one: one.date, default=None)  # a user's own run is newer than what came with it
@@ -141,7 +146,7 @@ def pages(found: Sequence[Source[Any]], stem: str = "report", progress: bool = F
 
 def write(found: Sequence[Source[Any]], output: Path, progress: bool = False) -> list[Path]:
     """The page, and beside it those of the traces."""
-    output.parent.mkdir(parents=True, exist_ok=True)
+    prepare_file(output)
     made = pages(found, output.stem, progress)
     paths = [output.with_name(name) if number else output for number, name in enumerate(made)]
     for path, text in zip(paths, made.values(), strict=True):
@@ -169,7 +174,7 @@ def _render(template: str, **values: Any) -> str:
     made = jinja2.Environment(
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    return made.get_template(template).render(colours=plots.COLOURS, events=plots.EVENTS, **values)
+    return made.get_template(template).render(colours=plots.COLOURS, **values)
 
 
 def slug(text: str) -> str:

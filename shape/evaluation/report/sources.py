@@ -141,10 +141,14 @@ def _recorded(kind: str, name: str, title: str, about: str, record: dict[str, An
     return Source(kind, name, title, about, Environment(**environment) if environment else None, record)
 
 
+_TOLD = {"target", "dtype", "drafter", "acceptance", "temperature", "seed", "environment"}
+
+
 def _trace(name: str, trace: traced.Traced) -> Source[traced.Traced]:
     call = trace.call
-    if not call:
-        return Source("trace", name, Path(name).stem, "Target, prompt and sampling were not recorded.", None, trace)
+    if not call.keys() >= _TOLD:  # its writer says what it likes
+        about = "Not all of target, drafter and sampling was recorded."
+        return Source("trace", name, Path(name).stem, about, None, trace)
     greedy = call["temperature"] == 0
     how = "greedy" if greedy else f"{call['acceptance']}, temperature {call['temperature']:g}"
     about = (

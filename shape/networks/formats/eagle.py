@@ -7,6 +7,7 @@ a list that begins with 1 counts outputs of decoder layers: its layer i is `hidd
 begins with another number use the first numbering (sgl-project/sglang, pull request 25454).
 """
 
+import warnings
 from typing import Any
 
 from shape.errors import CheckpointError
@@ -17,6 +18,7 @@ from shape.networks.formats.layers import (
     layers_of,
     own_weights,
     require_head,
+    require_no_token_heads,
     shared_options,
     take_vocabulary,
     with_mask,
@@ -104,13 +106,23 @@ def write(predictor: Predictor, target: TargetFacts) -> Checkpoint:
     rope = layers.pop("rope_parameters", None) or {"rope_theta": 10000.0}
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
     scaled = scaling.get("rope_type", "default") != "default"
+    read = config.feature_layers
+    if read[0] == 1:
+        warnings.warn(
+            "SGLang reads other layers where the first one is 1, as its numbering has no way to say so; vLLM reads "
+            "them as they are. For SGLang train with --predictor.feature_layers from 2 on",
+            stacklevel=2,
+        )
     written = {
         **layers,
         "rope_theta": rope["rope_theta"],
         "rope_scaling": scaling if scaled else None,
         "architectures": ["LlamaForCausalLMEagle3"],
         "torch_dtype": written_dtype(predictor),
-        "eagle_config": {"use_aux_hidden_state": True, _LAYER_IDS: [layer - 1 for layer in config.feature_layers]},
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            _LAYER_IDS: [layer - 1 for layer in read] if read[0] == 2 else read,
+        },
         **_written(predictor),
     }
     weights = own_weights(predictor)
@@ -138,6 +150,7 @@ def _written(predictor: Predictor) -> dict[str, Any]:
     """
     config = predictor.config
     require_head(predictor)
+    require_no_token_heads(config)
     if min(config.feature_layers) < 0:
         raise CheckpointError(
             f"it reads layers {config.feature_layers} of the target, and engines know those from 0 on; train with "

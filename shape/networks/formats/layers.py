@@ -125,6 +125,15 @@ def written_width(config: ShapeConfig) -> dict[str, Any]:
     return {} if config.target_hidden_size is None else {"target_hidden_size": config.target_hidden_size}
 
 
+def require_no_token_heads(config: ShapeConfig) -> None:
+    """Raises CheckpointError for a Markov bias or a confidence estimate, which engines know of DSpark alone."""
+    if config.markov_rank or config.confidence:
+        raise CheckpointError(
+            "it has a Markov bias or a confidence estimate, which engines know of DSpark alone; train with "
+            "--predictor.markov_rank 0 --predictor.confidence false"
+        )
+
+
 def require_head(predictor: Predictor) -> None:
     """Raises CheckpointError where a draft vocabulary has no output embedding of its own, which engines need."""
     if predictor.draft_vocabulary is not None and predictor.lm_head is None:

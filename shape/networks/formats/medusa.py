@@ -9,6 +9,7 @@ from shape.errors import CheckpointError
 from shape.networks.base import Predictor
 from shape.networks.config import ShapeConfig
 from shape.networks.formats.files import Checkpoint, Weights
+from shape.networks.formats.layers import require_no_token_heads
 from shape.networks.formats.targets import TargetFacts
 
 _PREFIX = re.compile(r"^(medusa_heads?\.)")
@@ -30,9 +31,10 @@ def read(checkpoint: Checkpoint, target: TargetFacts) -> tuple[ShapeConfig, Weig
     config = checkpoint.config
     weights = {_renamed(name): weight for name, weight in checkpoint.weights.items()}
     drafted = weights.pop("token_map", None)
-    if config.get("original_lm_head") and "lm_heads.0.weight" in weights:  # vLLM takes it for the shared one
-        weights["lm_head.weight"] = weights.pop("lm_heads.0.weight")
     blocks = [found for name in weights if (found := _BLOCK.match(name))]
+    steps = 1 + max((int(found[1]) for found in blocks), default=0)
+    if "lm_heads.0.weight" in weights and (config.get("original_lm_head") or steps == 1):
+        weights["lm_head.weight"] = weights.pop("lm_heads.0.weight")  # vLLM takes it for the shared one
     head = weights.get("lm_head.weight", weights.get("lm_heads.0.weight"))
     if not blocks or head is None:
         raise CheckpointError("no Medusa head is among the weights; it needs blocks and lm_heads, or one lm_head")
@@ -40,7 +42,6 @@ def read(checkpoint: Checkpoint, target: TargetFacts) -> tuple[ShapeConfig, Weig
     if drafted is not None:
         weights = {name: _rows(name, weight, drafted) for name, weight in weights.items()}
         weights["draft_vocabulary"] = drafted.long()
-    steps = 1 + max(int(found[1]) for found in blocks)
     made = ShapeConfig(
         kind="medusa",
         hidden_size=head.shape[1],
@@ -59,9 +60,17 @@ def write(predictor: Predictor, target: TargetFacts) -> Checkpoint:
     """As vLLM reads it.
 
     Raises:
-        CheckpointError: several output embeddings of a part of the vocabulary, which vLLM does not read.
+        CheckpointError: several output embeddings of a part of the vocabulary, which vLLM does not read; none; or what
+            Medusa's layout has no place for.
     """
     config, weights = predictor.config, predictor.state_dict()
+    require_no_token_heads(config)
+    if config.own_embeddings:
+        raise CheckpointError("it has own_embeddings, which Medusa's layout has no place for; train without them")
+    if not predictor.heads:
+        raise CheckpointError(
+            "it drafts with the target's own output embedding, which engines want in the file: give --target"
+        )
     drafted = weights.pop("draft_vocabulary", None)
     if drafted is not None:
         if predictor.lm_head is None:

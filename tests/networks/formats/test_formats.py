@@ -186,6 +186,33 @@ def test_engines_number_layers_of_eagle_in_two_ways(tmp_path):
         assert load(tmp_path).config.feature_layers == [2, 4, 5]
 
 
+@pytest.mark.parametrize("layers", [[3, 4, 5], [2, 4, 5]])
+def test_sglang_finds_the_layers_in_its_own_list(tmp_path, layers):
+    """Which it reads without the other."""
+    save(made({**EAGLE, "feature_layers": layers}), tmp_path, "eagle3", TARGET)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, LAYER_IDS: None}))
+    assert load(tmp_path).config.feature_layers == layers
+
+
+def test_sglang_cannot_be_told_of_layer_one(tmp_path):
+    with pytest.warns(UserWarning, match="SGLang reads other layers where the first one is 1"):
+        save(made({**EAGLE, "feature_layers": [1, 3, 5]}), tmp_path, "eagle3", TARGET)
+    assert load(tmp_path).config.feature_layers == [1, 3, 5]
+
+
+def test_a_medusa_of_one_head(tmp_path):
+    network = made({"kind": "medusa", "own_heads": True, "num_steps": 1, "draft_vocab_size": None})
+    save(network, tmp_path, "medusa", TARGET)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file(
+        {name.replace("lm_head.", "lm_heads.0."): one for name, one in weights.items()}, tmp_path / "model.safetensors"
+    )
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "original_lm_head": False}))
+    assert torch.equal(load(tmp_path).lm_head.weight, network.lm_head.weight)
+
+
 @pytest.mark.parametrize(("name", "form"), [("eagle", "eagle3"), ("dspark", "dspark")])
 @pytest.mark.parametrize(
     ("stored", "computed"),
@@ -296,6 +323,11 @@ def test_tokens_in_place_of_differences_are_refused(tmp_path):
         ({**DSPARK, "markov_head_type": "gated"}, "dspark", "markov_head_type is gated"),
         ({**BLOCK, "feature_layers": [1, -1]}, "speculators", "engines know those from 1 on"),
         ({"kind": "medusa", "own_heads": True, "draft_vocab_size": 20}, "medusa", "draft_vocab_size null"),
+        ({"kind": "medusa", "own_heads": True, "markov_rank": 4}, "medusa", "which engines know of DSpark alone"),
+        ({"kind": "medusa", "own_heads": True, "own_embeddings": True}, "medusa", "has no place for"),
+        ({"kind": "medusa", "draft_vocab_size": None}, "medusa", "engines want in the file: give --target"),
+        ({**PEAGLE, "markov_rank": 4}, "speculators", "which engines know of DSpark alone"),
+        ({**EAGLE, "confidence": True}, "eagle3", "which engines know of DSpark alone"),
     ],
 )
 def test_what_a_format_has_no_place_for(options, form, said, tmp_path):
