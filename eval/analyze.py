@@ -17,7 +17,7 @@ the token it predicts does. Distributions are those of temperature 1.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -231,8 +231,7 @@ def _write(
     draw(record, cosines, pairs, folder / "analysis.png")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    commands.run(lambda options: Console().print(Markdown(report(run(options)))), AnalyzeOptions, arguments)
+main = commands.program(lambda options: Console().print(Markdown(report(run(options)))), AnalyzeOptions)
 
 
 if __name__ == "__main__":

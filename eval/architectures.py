@@ -308,8 +308,7 @@ def run(options: ArchitecturesOptions) -> None:
         Path(options.output).write_text(f"{heading}\n{found}\n\n{place}\n", encoding="utf-8")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    commands.run(run, ArchitecturesOptions, arguments)
+main = commands.program(run, ArchitecturesOptions)
 
 
 if __name__ == "__main__":

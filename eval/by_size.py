@@ -5,7 +5,7 @@
 The ablations are those of `configs/ablations/sizes.yaml`, one of each target, in a folder of the results.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -88,8 +88,7 @@ def _row(
     ]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    commands.run(run, BySizeOptions, arguments)
+main = commands.program(run, BySizeOptions)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Both are given the same logits of one position and choose one token: ours as the
 of its own for every token; transformers as its ``generate`` does, by warpers, softmax and a draw.
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -121,8 +120,7 @@ def run(options: ChoicesOptions) -> None:
     print(commands.write_results(Path(options.output), "choices", record, f"### {options.label}", table, note))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    commands.run(run, ChoicesOptions, arguments)
+main = commands.program(run, ChoicesOptions)
 
 
 if __name__ == "__main__":

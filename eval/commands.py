@@ -22,10 +22,14 @@ def child_variables(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, **more}
 
 
-def run(command: Callable[[Any], Any], options: type, arguments: Sequence[str] | None) -> None:
-    """Call a command with its options, read from the command line if `arguments` is None."""
-    with exit_on_error():
-        command(auto_cli(options, as_positional=False, args=None if arguments is None else list(arguments)))
+def program(command: Callable[[Any], Any], options: type) -> Callable[..., None]:
+    """A `main` that calls a command with its options, of the arguments that it is given or else of the command line."""
+
+    def main(arguments: Sequence[str] | None = None) -> None:
+        with exit_on_error():
+            command(auto_cli(options, as_positional=False, args=None if arguments is None else list(arguments)))
+
+    return main
 
 
 def run_one_of(commands: list[Callable[..., Any]], arguments: Sequence[str] | None) -> None:

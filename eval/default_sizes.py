@@ -9,7 +9,6 @@ which is what `shape.training.forecast` says where nothing is measured, and whic
 (`shape.networks.sizing`) chooses.
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import thread_time
@@ -135,8 +134,7 @@ def run(options: SizesOptions) -> None:
     print(commands.write_results(Path(options.output), "sizes", record, *parts))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    commands.run(run, SizesOptions, arguments)
+main = commands.program(run, SizesOptions)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ further and costs more per step. Which wins depends on the machine: set what win
 Tune on these prompts and not on those that are reported.
 """
 
-from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,8 +93,7 @@ def run(options: DraftShapesOptions) -> None:
             file.write(f"{text}\n")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    commands.run(run, DraftShapesOptions, arguments)
+main = commands.program(run, DraftShapesOptions)
 
 
 if __name__ == "__main__":

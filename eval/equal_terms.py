@@ -407,8 +407,7 @@ def _cells(summary: Mapping[str, Any], anatomy: Mapping[str, Any] | None = None)
     return [length.text(), shares or DASH, speed_up.text("x")]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    commands.run(run, EqualTermsOptions, arguments)
+main = commands.program(run, EqualTermsOptions)
 
 
 if __name__ == "__main__":

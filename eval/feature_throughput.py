@@ -11,7 +11,6 @@ meanwhile.
 
 import os
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -190,8 +189,7 @@ def run(given: ThroughputOptions) -> None:
     print(commands.write_results(Path(given.output), "throughput", found, "# Reading features", table(found)))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    commands.run(run, ThroughputOptions, arguments)
+main = commands.program(run, ThroughputOptions)
 
 
 if __name__ == "__main__":

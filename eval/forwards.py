@@ -122,8 +122,7 @@ def run(options: ForwardsOptions) -> None:
     print(commands.write_results(Path(options.output), "forwards", record, *parts))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    commands.run(run, ForwardsOptions, arguments)
+main = commands.program(run, ForwardsOptions)
 
 
 if __name__ == "__main__":

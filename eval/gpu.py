@@ -418,8 +418,7 @@ def baselines(options: GpuOptions, deadline: float) -> bool:
     return ended
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    commands.run(run, GpuOptions, arguments)
+main = commands.program(run, GpuOptions)
 
 
 if __name__ == "__main__":

@@ -166,8 +166,7 @@ def run(options: LatencyOptions) -> list[Latency]:
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    commands.run(lambda options: Console().print(Markdown(markdown(*table(run(options))))), LatencyOptions, arguments)
+main = commands.program(lambda options: Console().print(Markdown(markdown(*table(run(options))))), LatencyOptions)
 
 
 if __name__ == "__main__":

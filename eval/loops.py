@@ -8,7 +8,6 @@ Every prompt is answered both ways, autoregressively and with drafts, in rotatin
 by their medians.
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -144,8 +143,7 @@ def run(options: LoopsOptions) -> None:
     print(commands.write_results(Path(options.output), "loops", record, *parts))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    commands.run(run, LoopsOptions, arguments)
+main = commands.program(run, LoopsOptions)
 
 
 if __name__ == "__main__":

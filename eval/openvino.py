@@ -9,7 +9,6 @@ plain decoding in the same precision: all of them in float32, others but for nea
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -143,8 +142,7 @@ def run(options: OpenVinoOptions) -> None:
     print(commands.write_results(options.output, options.name, record, *page, environment=environment))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    commands.run(run, OpenVinoOptions, arguments)
+main = commands.program(run, OpenVinoOptions)
 
 
 if __name__ == "__main__":

@@ -261,8 +261,7 @@ def run(options: ParityOptions) -> dict[str, Any]:
     return methods
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    commands.run(run, ParityOptions, arguments)
+main = commands.program(run, ParityOptions)
 
 
 if __name__ == "__main__":

@@ -216,8 +216,7 @@ def run(options: PrecisionsOptions) -> None:
     print(commands.write_results(Path(options.output), "precisions", record, *parts))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    commands.run(run, PrecisionsOptions, arguments)
+main = commands.program(run, PrecisionsOptions)
 
 
 if __name__ == "__main__":

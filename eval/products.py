@@ -7,7 +7,7 @@ Weights have the shapes of layers of SmolLM-135M, Qwen2.5-0.5B and Llama-3.2-1B,
 memory and not from a cache. All ways are run in turn, round after round; what counts is the median over rounds.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -119,8 +119,7 @@ def run(options: ProductsOptions) -> None:
     print(commands.write_results(Path(options.output), "products", record, *parts))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    commands.run(run, ProductsOptions, arguments)
+main = commands.program(run, ProductsOptions)
 
 
 if __name__ == "__main__":

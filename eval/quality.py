@@ -357,8 +357,7 @@ def _show(options: QualityOptions) -> None:
     Console().print(Markdown(run(options).to_markdown()))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    commands.run(_show, QualityOptions, arguments)
+main = commands.program(_show, QualityOptions)
 
 
 if __name__ == "__main__":

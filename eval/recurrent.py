@@ -169,8 +169,7 @@ def run(options: RecurrentOptions) -> None:
     print(commands.write_results(Path(options.output), "recurrent", record, *parts))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    commands.run(run, RecurrentOptions, arguments)
+main = commands.program(run, RecurrentOptions)
 
 
 if __name__ == "__main__":

@@ -181,8 +181,7 @@ def _require_same(options: ReportOptions, file: Path) -> None:
     file.write_text(json.dumps(mine, indent=1))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    commands.run(make, ReportOptions, arguments)
+main = commands.program(make, ReportOptions)
 
 
 if __name__ == "__main__":

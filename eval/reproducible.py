@@ -114,8 +114,7 @@ def run(options: ReproducibleOptions) -> None:
     print(commands.write_results(Path(options.output), "reproducible", record, *parts))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    commands.run(run, ReproducibleOptions, arguments)
+main = commands.program(run, ReproducibleOptions)
 
 
 if __name__ == "__main__":

@@ -342,8 +342,7 @@ def _speed(one: dict[str, Any], at: str) -> float:
     return sum(map(len, one["tokens"][at])) / one["seconds"][at]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    commands.run(run, ServingOptions, arguments)
+main = commands.program(run, ServingOptions)
 
 
 if __name__ == "__main__":

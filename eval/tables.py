@@ -11,7 +11,7 @@ same command goes on after an interruption. Writes `tables.md` and `tables.json`
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -280,8 +280,7 @@ def make(options: TablesOptions) -> None:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    commands.run(make, TablesOptions, arguments)
+main = commands.program(make, TablesOptions)
 
 
 if __name__ == "__main__":

@@ -269,8 +269,7 @@ def write(options: MemoryOptions, rows: Sequence[dict[str, Any]], environment: E
     return commands.write_results(Path(options.output), "memory", {"rows": rows}, *parts, environment=environment)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    commands.run(run, MemoryOptions, arguments)
+main = commands.program(run, MemoryOptions)
 
 
 if __name__ == "__main__":

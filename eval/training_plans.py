@@ -130,8 +130,7 @@ def write(options: PlanOptions, rows: Sequence[dict[str, Any]]) -> str:
     return commands.write_results(Path(options.output), "plans", record, *parts)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    commands.run(run, PlanOptions, arguments)
+main = commands.program(run, PlanOptions)
 
 
 if __name__ == "__main__":

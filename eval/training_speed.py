@@ -230,7 +230,7 @@ def write(
 def main(arguments: Sequence[str] | None = None) -> None:
     from eval import commands
 
-    commands.run(run, SpeedOptions, arguments)
+    commands.program(run, SpeedOptions)(arguments)
 
 
 if __name__ == "__main__":

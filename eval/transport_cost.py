@@ -8,7 +8,6 @@ refinement. Training is that predictor's own step, in as many portions as the qu
 position supervised, variants in rotating order too.
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -222,8 +221,7 @@ def run(options: CostOptions) -> None:
     print(commands.write_results(Path(options.output), "cost", record, *parts))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    commands.run(run, CostOptions, arguments)
+main = commands.program(run, CostOptions)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ eight minutes.
 """
 
 import json
-from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -149,8 +148,7 @@ def run(options: WarmStartOptions) -> None:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    commands.run(run, WarmStartOptions, arguments)
+main = commands.program(run, WarmStartOptions)
 
 
 if __name__ == "__main__":

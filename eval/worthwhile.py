@@ -7,7 +7,6 @@ prompts: by suite, temperature and batch size. For CPUs, since elsewhere drafts 
 `worthwhile.json` and `worthwhile.md`; on two idle cores it takes two minutes.
 """
 
-from collections.abc import Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
@@ -92,8 +91,7 @@ def run(options: WorthwhileOptions) -> None:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    commands.run(run, WorthwhileOptions, arguments)
+main = commands.program(run, WorthwhileOptions)
 
 
 if __name__ == "__main__":

@@ -204,8 +204,7 @@ def _without_tokens(record: dict[str, Any]) -> dict[str, Any]:
     return {**record, "answers": counted}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    commands.run(run, PeersOptions, arguments)
+main = commands.program(run, PeersOptions)
 
 
 if __name__ == "__main__":

@@ -13,18 +13,8 @@ from shape.files import prepare_file
 from shape.parsing import CommandParser, command_parser
 
 COMMON = (
-    "target",
-    "predictor",
-    "drafter",
-    "prompts",
-    "limit",
-    "max_new_tokens",
-    "batch_size",
-    "temperature",
-    "seed",
-    "dtype",
-    "backend",
-    "output",
+    *("target", "predictor", "drafter", "prompts", "limit", "max_new_tokens", "batch_size", "temperature", "seed"),
+    *("dtype", "backend", "output"),
 )
 
 

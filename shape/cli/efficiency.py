@@ -20,16 +20,8 @@ from shape.evaluation.options import EfficiencyOptions
 from shape.parsing import CommandParser, command_parser
 
 COMMON = (
-    "output",
-    "predictor",
-    "target",
-    "prompts",
-    "limit",
-    "max_new_tokens",
-    "dtype",
-    "temperature",
-    "batch_size",
-    "drafter",
+    *("output", "predictor", "target", "prompts", "limit", "max_new_tokens", "dtype", "temperature", "batch_size"),
+    *("drafter"),
 )
 
 

@@ -18,18 +18,8 @@ from shape.features.trainer import quiet
 from shape.parsing import DRY_RUN, CommandParser, command_parser, options_of
 
 COMMON = (
-    "target",
-    "data",
-    "output",
-    "endpoint",
-    "model",
-    "limit",
-    "max_length",
-    "layers",
-    "batch_size",
-    "dtype",
-    "feature_dtype",
-    "dry_run",
+    *("target", "data", "output", "endpoint", "model", "limit", "max_length", "layers", "batch_size", "dtype"),
+    *("feature_dtype", "dry_run"),
 )
 
 

@@ -73,6 +73,7 @@ class Drafter(ABC):
     passes: int = 0  # forwards of a network in the last draft, one after the other
     predictor: Predictor | None = None  # the trained network that it drafts with
     tree: TreeShape | None = None  # how its trees grow, where they have such a shape
+    depth: int = 0  # of its longest path, where that is all there is to set
     # With ``Sampler.one_drawn`` it draws one child of a node alone, and leaves it out only by what was known before.
     draws_one_child: bool = False
     kept: Sequence[Any] = ()  # something for each sequence, made in ``start``; ``select`` and ``join`` go along
@@ -107,7 +108,12 @@ class Drafter(ABC):
         Raises:
             ConfigError: its drafts have no length to set.
         """
-        raise ConfigError(f"drafter {self.name} has no draft length; leave num_draft_tokens out")
+        if self.tree is not None:
+            self.tree = replace(self.tree, depth=num_draft_tokens)
+        elif self.depth:
+            self.depth = num_draft_tokens
+        else:
+            raise ConfigError(f"drafter {self.name} has no draft length; leave num_draft_tokens out")
 
     @property
     def text_sizes(self) -> tuple[int, int] | None:

@@ -89,7 +89,11 @@ class PathBias:
         if self.reads_states:
             found = self._along_paths(root, embedding, states)
             return found, found
-        return self._first_on_host(numbers, root, embedding), self._later_on_host()
+        tabled = self._tabled
+        if tabled is not None and min(numbers.tolist()) >= 0:
+            return tabled, tabled
+        first = self._rows(self.markov(self.markov.reduced(root[:, None], embedding)))
+        return first, tabled or (lambda numbers: self._rows(self.markov(self.behind(torch.from_numpy(numbers)))))
 
     def _along_paths(self, root: Tensor, embedding: Tensor, states: Tensor) -> Biases:
         by_state = F.linear(states.to(self._of_states.dtype), self._of_states, self._offset)
@@ -101,18 +105,6 @@ class PathBias:
     def _rows(self, found: Tensor) -> Biases:
         """Biases (B, M, K) for the host's loops."""
         return Biases(found.float().flatten(0, 1).numpy(), False)
-
-    def _first_on_host(self, numbers: np.ndarray, root: Tensor, embedding: Tensor) -> Biases:
-        """Behind the roots (B,) with embeddings (B, 1, H), whose numbers are negative where they cannot be drafted."""
-        if self._tabled is not None and min(numbers.tolist()) >= 0:
-            return self._tabled
-        return self._rows(self.markov(self.markov.reduced(root[:, None], embedding)))
-
-    def _later_on_host(self) -> Biases | Callable[[np.ndarray], Biases]:
-        """Behind all other nodes."""
-        if self._tabled is not None:
-            return self._tabled
-        return lambda numbers: self._rows(self.markov(self.behind(torch.from_numpy(numbers))))
 
 
 def _by_input(markov: MarkovBias | MarkovTable) -> tuple[Tensor, Tensor | None, list[Tensor]]:

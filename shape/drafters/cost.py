@@ -1,7 +1,7 @@
 """What drafting brings and what it costs: one model behind every decision whether, how far and in what shape to draft.
 
 A step commits tokens (the accepted ones and the target's own) in the seconds of its draft and of its verification.
-Alternatives are compared by tokens per second (`fastest`), with acceptance and seconds
+Alternatives are compared by tokens per second, with acceptance and seconds
 
 - assumed, for a chain whose tokens are accepted independently (`expected_length`, `throughput`),
 - measured before (`Costs`; ``shape.generation.timing``, ``.planning``), or
@@ -13,18 +13,12 @@ Seconds are medians or lower quartiles throughout, since other work on a machine
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
 
 NODE = 0.02  # what a node adds to a verification, as a share of its time, until that is known
-
-
-def fastest(tokens: Sequence[float], seconds: Sequence[float]) -> int:
-    """Which alternative commits the most tokens per second; the first of equals."""
-    return max(range(len(tokens)), key=lambda at: tokens[at] / seconds[at])
 
 
 # The closed form of OTT-Decode (HyperTensor, paper C), for a chain whose tokens are accepted with one probability.
@@ -44,8 +38,7 @@ def throughput(acceptance: float, depth: int, draft: float, verify: float) -> fl
 
 def best_depth(acceptance: float, draft: float, verify: float, deepest: int = 32) -> int:
     """The depth of most throughput; 0 is not to draft."""
-    depths = range(deepest + 1)
-    return fastest([expected_length(acceptance, n) for n in depths], [n * draft + verify for n in depths])
+    return max(range(deepest + 1), key=lambda depth: throughput(acceptance, depth, draft, verify))
 
 
 def break_even(depth: int, draft: float, verify: float, autoregressive: float) -> float | None:

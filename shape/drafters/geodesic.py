@@ -10,7 +10,7 @@ from torch import Tensor
 from shape.drafters.base import Committed, Drafter
 from shape.errors import ConfigError
 from shape.target.model import Target
-from shape.verification.noise import token_hashes
+from shape.verification.noise import all_hashes
 from shape.verification.sampling import Sampler, perturbed
 from shape.verification.tree import TokenTree, chain
 from shape.verification.tree_shape import TreeShape
@@ -47,12 +47,9 @@ class GeodesicDrafter(Drafter):
     def __str__(self) -> str:
         return f"geodesic, {self.path.__name__}, {self.tree}"
 
-    def limit_draft(self, num_draft_tokens: int) -> None:
-        self.tree = replace(self.tree, depth=num_draft_tokens)
-
     def bind(self, target: Target) -> None:
         self._target = target
-        self._words = token_hashes(torch.arange(target.vocab_size, device=target.device))
+        self._words = all_hashes(target.vocab_size, target.device)
 
     def start(self, committed: Committed, hidden: Tensor) -> None:
         lengths = (committed.lengths - 1).tolist()

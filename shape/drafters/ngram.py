@@ -31,9 +31,6 @@ class NgramDrafter(Drafter):
     def text_sizes(self) -> tuple[int, int]:
         return self.depth, self.depth
 
-    def limit_draft(self, num_draft_tokens: int) -> None:
-        self.depth = num_draft_tokens
-
     def start(self, committed: Committed, hidden: Tensor) -> None:
         self.kept = [_SuffixIndex(self.shortest, self.longest) for _ in committed.texts]
 

@@ -57,9 +57,6 @@ class OneDecodeDrafter(Drafter):
     def text_sizes(self) -> tuple[int, int]:
         return self.nodes, min(self.depth, self.nodes)
 
-    def limit_draft(self, num_draft_tokens: int) -> None:
-        self.depth = num_draft_tokens
-
     def bind(self, target: Target) -> None:
         size = min(self.vocabulary, target.vocab_size)
         baked = bake_texts(target, size, self.texts) if self.texts else bake_tokens(target, size, self.candidates)

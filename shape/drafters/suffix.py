@@ -68,9 +68,6 @@ class SuffixDrafter(Drafter):
     def text_sizes(self) -> tuple[int, int]:
         return self.nodes, min(self.depth, self.nodes)
 
-    def limit_draft(self, num_draft_tokens: int) -> None:
-        self.depth = num_draft_tokens
-
     def start(self, committed: Committed, hidden: Tensor) -> None:
         self.kept = [_Sequence(SuffixAutomaton()) for _ in committed.texts]
 

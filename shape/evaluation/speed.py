@@ -131,7 +131,6 @@ def measure(
     label: str = "",
     source: str = "",
     journal: Path | None = None,
-    results_file: Path | None = None,
 ) -> SpeedResults:
     """Answers every prompt with every method and returns what it took.
 
@@ -146,19 +145,16 @@ def measure(
         source: what the prompts are, for the record.
         journal: a JSON-lines file to which finished prompts are appended. A journal of the same settings,
             machine and code is continued, another one raises.
-        results_file: the results file that will be overwritten; it raises if that holds results of other settings.
 
     Raises:
         ConfigError: no baseline among the methods, numbers out of range, a method that takes no batches, or a journal
-            or results of another run.
+            of another run.
         DataError: no prompt can be measured, or two share an id.
     """
     setting.check(methods, prompts, source)
     if target.tokenizer is None:
         raise DataError(f"target {target.name} has no tokenizer to encode prompts with; give a folder that has one")
     settings, batch = settings_of(target, methods, prompts, source, setting), setting.batch
-    if results_file is not None:
-        refuse_results(results_file, settings)
     contexts = Contexts(target, prompts, setting.context_length, setting.max_new_tokens)
     options = {"max_new_tokens": setting.max_new_tokens, **sampling(setting.temperature)}
     runners = {name: _runner(method, target, setting.fall_back, options) for name, method in methods.items()}
@@ -242,10 +238,9 @@ def measure_in(
     """
     folder.mkdir(parents=True, exist_ok=True)
     journal, file = folder / JOURNAL, folder / RESULTS
-    results = measure(
-        target, methods, prompts, setting, progress=progress, label=label, source=source, journal=journal,
-        results_file=file,
-    )  # fmt: skip
+    setting.check(methods, prompts, source)
+    refuse_results(file, settings_of(target, methods, prompts, source, setting))
+    results = measure(target, methods, prompts, setting, progress=progress, label=label, source=source, journal=journal)
     if training:
         results = results.with_overlap(chain.from_iterable(training.values()), ", ".join(training))
     file.write_text(results.to_json())

@@ -254,7 +254,7 @@ class StagedSteps(Steps):
         sampler, (cache, committed, hidden) = self.batch.sampler, self._prompts
         del self._prompts
         state, root = self._drafter.start(committed, hidden), committed.root
-        content = BatchState(cache, self._drafter.memory, root, state, sampler.keys, sampler.prompt_lengths)
+        content = BatchState(cache, self._drafter.memory, root, state, sampler)
         self._stage.fill(content, torch.arange(len(self._staged), device=self.batch.target.device))
         if self._host is not None:
             self._committed = committed.to(torch.device("cpu"))
@@ -311,7 +311,7 @@ class StagedSteps(Steps):
         stage = self._stages.at_hand(self._plan, len(live), self._widths, self._kinds)
         if stage is not None:
             rows = [self._staged.index(one) for one in live]
-            stage.fill(self._stage.content, torch.tensor(rows, device=self.batch.target.device))
+            stage.fill(self._stage, torch.tensor(rows, device=self.batch.target.device))
             if self._host is not None:
                 self._committed = self._committed.select(rows)
                 self._host.select(torch.tensor(rows))

@@ -36,8 +36,7 @@ class BatchState:
     memory: KVCache | None
     root: Tensor
     state: Tensor
-    keys: Tensor | None
-    prompt_lengths: Tensor
+    sampler: Sampler
 
 
 @dataclass(frozen=True)
@@ -225,7 +224,7 @@ class Stage:
         self.cache.expect(tree.size)
         return tree_logits(self.target, self.support, self.cache, tree, self.drafter.layers)
 
-    def fill(self, content: BatchState, rows: Tensor) -> None:
+    def fill(self, content: "BatchState | Stage", rows: Tensor) -> None:
         """Take these sequences, (R,) int64, of a call; what those behind them compute is not read."""
         count = len(rows)
         self.cache.fill(content.cache, rows)
@@ -235,15 +234,9 @@ class Stage:
         self.root.zero_()
         self.root[:count] = content.root[rows]
         self.state[:count] = content.state[rows]
-        self.sampler.prompt_lengths[:count] = content.prompt_lengths[rows]
-        if self.sampler.keys is not None and content.keys is not None:
-            self.sampler.keys[:count] = content.keys[rows]
-
-    @property
-    def content(self) -> BatchState:
-        return BatchState(
-            self.cache, self.memory, self.root, self.state, self.sampler.keys, self.sampler.prompt_lengths
-        )
+        self.sampler.prompt_lengths[:count] = content.sampler.prompt_lengths[rows]
+        if self.sampler.keys is not None and content.sampler.keys is not None:
+            self.sampler.keys[:count] = content.sampler.keys[rows]
 
     def launch(self, drafts: bool, width: int) -> PendingStep:
         """Enqueue a step, and the copy of what it emits. No more than ``AHEAD`` may be under way.

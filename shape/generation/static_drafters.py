@@ -50,10 +50,7 @@ class StaticCache(KVCache):
     def move(self, path: Tensor) -> None:
         """Move the states of nodes ``path``, (B, D) int64, increasing, to the first slots behind the committed ones."""
         starts = torch.arange(len(path), device=path.device)[:, None] * self.capacity + self.lengths[:, None]
-        old, new = (starts + path).flatten(), (starts + torch.arange(path.shape[1], device=path.device)).flatten()
-        for storage in self._storage.values():
-            tokens = storage.flatten(1, 2)
-            tokens.index_copy_(1, new, tokens.index_select(1, old))
+        self._move((starts + path).flatten(), (starts + torch.arange(path.shape[1], device=path.device)).flatten())
 
     def fill(self, other: KVCache, rows: Tensor) -> None:
         """Take ``rows``, (R,) int64, of another cache; sequences behind them are empty."""

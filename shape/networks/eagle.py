@@ -35,6 +35,7 @@ class EaglePredictor(DecoderPredictor):
 
     kind = "eagle"
     learns_draftable_alone = True
+    feeds_normed = False  # to the next step, whatever norm_output says
 
     def __init__(self, config: ShapeConfig) -> None:
         super().__init__(config)
@@ -88,12 +89,7 @@ class EaglePredictor(DecoderPredictor):
                 own = keys[number].permute(0, 3, 1, 2, 4), values[number].permute(0, 3, 1, 2, 4)
             x = layer.behind(residual, layer.self_attn(seen, rotary, memory, known.visible, own))
         state = self.norm(x)
-        return state, (state if self.feeds_normed else x, *keys, *values)
-
-    @property
-    def feeds_normed(self) -> bool:
-        """Whether the next step reads the normalised output."""
-        return self.config.norm_output
+        return state, (state if self.feeds_normed or self.config.norm_output else x, *keys, *values)
 
     def _joined(self, feature: Tensor, embedding: Tensor) -> Tensor:
         """What the first layer reads: (..., H) twice -> (..., 2 H)."""

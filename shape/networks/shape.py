@@ -146,21 +146,10 @@ class ShapePredictor(Predictor):
     def advance(self, known: Known, carried: Carried, embedding: Tensor | None, n: int) -> tuple[Tensor, Carried]:
         if self.adapters is not None:
             return super().advance(known, carried, embedding, n)
-        state = self.step(carried[0], embedding, n, known)
+        state = self._read_out(*self._trunk(carried[0], embedding, n, known))
         return state, (roll(carried[0], state),)
 
     # -- its steps
-
-    def step(self, window: Tensor, embedding: Tensor | None, n: int, known: Known | None = None) -> Tensor:
-        """Predict h_{t+n} in recursive mode: (..., W, F), (..., H) -> (..., H).
-
-        `window` ends in h_{t+n-1}, predicted or not; `embedding` is x_{t+n}'s (path), or x_t's, which counts at n = 0
-        only (root). Without token conditioning `embedding` is not read and may be None.
-
-        Raises:
-            ValueError: the embedding is missing.
-        """
-        return self._read_out(*self._trunk(window, embedding, n, known))
 
     def forward(self, window: Tensor, embeddings: Tensor | None = None) -> Tensor:
         """Predict h_t..h_{t+S-1}: (..., W, F), (..., S, H) -> (..., S, H).
@@ -171,10 +160,16 @@ class ShapePredictor(Predictor):
         """
         return self.unroll(Known(window, [], None, None), embeddings)
 
-    def _trunk(
-        self, window: Tensor, embedding: Tensor | None, n: int, known: Known | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(..., M) features all steps share, the current state (..., H), and that state normalised."""
+    def _trunk(self, window: Tensor, embedding: Tensor | None, n: int, known: Known) -> tuple[Tensor, Tensor, Tensor]:
+        """(..., M) features all steps share, the current state (..., H), and that state normalised.
+
+        Args:
+            window: (..., W, F), which ends in h_{t+n-1}, predicted or not.
+            embedding: (..., H), of x_{t+n} (path), or of x_t, which counts at n = 0 alone (root).
+
+        Raises:
+            ValueError: the embedding is missing, where tokens are read, or known positions, where these are.
+        """
         dtype, size = self.delta.weight.dtype, self.config.hidden_size
         window = window.to(dtype)
         states = normalise(window.unflatten(-1, (-1, size)))  # each layer by itself: (..., W, layers, H)
@@ -187,7 +182,7 @@ class ShapePredictor(Predictor):
             token = normalise(embedding.to(dtype))
             x = x + self.token_projection(token)
         if self.attention is not None:
-            if known is None or known.rotary is None:
+            if known.rotary is None:
                 raise ValueError("this predictor attends to known positions: give them beside the window")
             place = torch.cat([current, token], dim=-1)
             x = x + self.attention(place, known.rotary[:, :, n + 1], known.memory[0], known.visible)

@@ -207,6 +207,12 @@ class KVCache(Cache):
         """Whether so many tokens may be said to be committed, of those that went through the target."""
         return True
 
+    def _move(self, old: Tensor, new: Tensor) -> None:
+        """Copy slots (M,) int64 of all sequences, one behind the other, to others."""
+        for storage in self._storage.values():
+            tokens, device = storage.flatten(1, 2), storage.device
+            tokens.index_copy_(1, new.to(device), tokens.index_select(1, old.to(device)))
+
     def commit(self, paths: list[list[int]]) -> None:
         """Keep the states of accepted nodes: slot ``length + path[i]`` moves to ``length + i``.
 
@@ -223,9 +229,7 @@ class KVCache(Cache):
         ]
         if moves:
             old, new = (of_lists(slots, self.device) for slots in zip(*moves, strict=True))
-            for storage in self._storage.values():
-                tokens, device = storage.flatten(1, 2), storage.device
-                tokens.index_copy_(1, new.to(device), tokens.index_select(1, old.to(device)))
+            self._move(old, new)
         self.set_lengths([length + len(path) for length, path in zip(self.host_lengths, paths, strict=True)])
 
     def select(self, rows: Tensor) -> None:

@@ -11,13 +11,8 @@ from shape.drafters.cost import (
     best_depth,
     break_even,
     expected_length,
-    fastest,
     throughput,
 )
-
-
-def test_the_fastest_is_the_first_of_equals():
-    assert fastest([1.0, 2.0, 4.0], [1.0, 1.0, 2.0]) == 1
 
 
 @pytest.mark.parametrize("rate,depth", [(0.9, 8), (0.5, 3), (0.0, 4), (1.0, 5)])

@@ -182,7 +182,9 @@ class TestSteps:
         model = predictor(step_mode="recursive", token_conditioning="root")
         window, embeddings = inputs(2)
         assert torch.equal(model(window, embeddings), model(window, embeddings[:, :1]))
-        assert torch.equal(model.step(window, None, 1), model.step(window, embeddings[:, 1], 1))
+        known = Known(window, [], None, None)
+        later = [model.advance(known, (window,), each, 1)[0] for each in (None, embeddings[:, 1])]
+        assert torch.equal(*later)
 
     def test_recursive_predictors_go_on(self) -> None:
         model = predictor(step_mode="recursive")
