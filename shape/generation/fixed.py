@@ -207,6 +207,8 @@ def why_not(batch: Batch) -> str | None:
     devices = set((getattr(target.model, "hf_device_map", None) or {}).values())
     if isinstance(target, OpenVinoTarget):
         return f"target {target.name} is computed by OpenVINO, whose cache is its own"
+    if target.sharded:
+        return f"target {target.name} is shared out among processes, each of which would decide by itself"
     if support.mode != "tree" or any(layer.device is not None for layer in support.layers) or len(devices) > 1:
         return f"target {target.name} verifies chains only, or is spread over devices"
     if not isinstance(batch.rule, Match):

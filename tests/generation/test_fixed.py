@@ -150,6 +150,16 @@ def test_buckets_of_rows():
     assert buckets(1) == [1] and buckets(5) == [1, 2, 4, 8] and buckets(40)[-3:] == [24, 32, 64]
 
 
+def test_a_target_shared_out_among_processes_takes_the_loop(tiny_model):
+    """What one of them can capture, and has memory for, is not what all can."""
+    target = Target(tiny_model("llama"))
+    target.sharded = True
+    out = ShapeDecoder(target, graphs=True).generate(
+        **prompts([9]), max_new_tokens=4, eos_token_id=[], return_dict_in_generate=True
+    )
+    assert not out.stats.graphs
+
+
 def test_stages_serve_later_calls_and_not_two_at_once(tiny_model):
     model, steps = tiny_model("llama"), FixedSteps(slots=64)
     decoder = ShapeDecoder(model, TrainedDrafter(predictor(), SHAPES["shape tree"]), graphs=steps)
