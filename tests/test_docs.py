@@ -166,6 +166,7 @@ def test_commands_parse(module, arguments, place, monkeypatch):
         ("shape.extract", "--output features"),
         ("shape.recipes", "compile --target T"),
         ("eval.ablate", "baselines --variant eagle"),
+        ("eval.quality", "--temperatures 0"),
         ("shape.learn", "--steps 5"),
     ],
 )

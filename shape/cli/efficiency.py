@@ -21,7 +21,7 @@ from shape.parsing import CommandParser, command_parser
 
 COMMON = (
     *("output", "predictor", "target", "prompts", "limit", "max_new_tokens", "dtype", "temperature", "batch_size"),
-    *("drafter"),
+    "drafter",
 )
 
 

@@ -209,6 +209,7 @@ class Wrapped(Drafter):
 
     def bind(self, target: Target) -> None:
         self.inner.bind(target)
+        self.one_at_a_time = self.inner.one_at_a_time
 
     def start(self, committed: Committed, hidden: Tensor) -> None:
         self.inner.start(committed, hidden)

@@ -93,7 +93,9 @@ class PathBias:
         if tabled is not None and min(numbers.tolist()) >= 0:
             return tabled, tabled
         first = self._rows(self.markov(self.markov.reduced(root[:, None], embedding)))
-        return first, tabled or (lambda numbers: self._rows(self.markov(self.behind(torch.from_numpy(numbers)))))
+        if tabled is not None:
+            return first, tabled
+        return first, lambda numbers: self._rows(self.markov(self.behind(torch.from_numpy(numbers))))
 
     def _along_paths(self, root: Tensor, embedding: Tensor, states: Tensor) -> Biases:
         by_state = F.linear(states.to(self._of_states.dtype), self._of_states, self._offset)

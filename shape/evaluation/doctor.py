@@ -151,9 +151,13 @@ def _mask_token(target: Target, predictor: Predictor) -> Iterator[Suspicion]:
     own = predictor.config.mask_token_id
     if own is None:
         return
-    added = {} if target.tokenizer is None else target.tokenizer.added_tokens_decoder
-    likely = {number: token for number, token in added.items() if _MASK_LIKE.search(str(token))}
-    for number, token in {target.vocab_size - 1: "the last", 0: "the first", **likely}.items():
+    likely: dict[int, Any] = {target.vocab_size - 1: "the last", 0: "the first"}
+    if (tokenizer := target.tokenizer) is not None:  # what trainers take for it (``training.defaults.mask_token``)
+        likely |= {len(tokenizer): "the first behind the tokenizer's"}
+        special = (tokenizer.mask_token, tokenizer.pad_token, tokenizer.eos_token, tokenizer.unk_token)
+        likely |= {tokenizer.convert_tokens_to_ids(token): token for token in special if token is not None}
+        likely |= {n: token for n, token in tokenizer.added_tokens_decoder.items() if _MASK_LIKE.search(str(token))}
+    for number, token in likely.items():
         if number != own and number < target.vocab_size:  # some tokenizers have added more than the target knows
             other = changed(predictor, mask_token_id=number)
             if isinstance(other.mask_embedding, Tensor):

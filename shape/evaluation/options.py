@@ -52,7 +52,7 @@ class BenchOptions(DraftOptions):
     """
 
     output: str = "bench-results"
-    predictor: list[str] | str | None = None
+    predictor: list[str] | None = None
     target: str | None = None
     prompts: list[str] | str | None = None
     max_turns: int | None = None

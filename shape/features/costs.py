@@ -6,7 +6,6 @@ before you rent machines for many.
 
 import math
 import shutil
-import sys
 from dataclasses import dataclass
 
 from shape.data.reading import load_conversations
@@ -38,7 +37,7 @@ def dry_run(options: CostOptions) -> str:
     options.validate()
     if options.target is None:
         assert options.parameters is not None and options.hidden_size is not None
-        size, depth = Size(options.parameters, options.parameters, options.hidden_size), sys.maxsize
+        size, depth = Size(options.parameters, options.parameters, options.hidden_size), None
     else:
         try:
             config = read_config(options.target, **of_target(options))

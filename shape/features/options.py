@@ -66,7 +66,7 @@ class FeatureOptions(StorageOptions):
         """Raises ConfigError for values out of range, before any work is done."""
         self.check_for(target.name, target.max_positions, target.config.num_hidden_layers)
 
-    def check_for(self, target: str, positions: int | None, depth: int) -> None:
+    def check_for(self, target: str, positions: int | None, depth: int | None) -> None:
         """The same where the target is known by name, positions and number of blocks alone."""
         for name in ("max_length", "batch_size", "shard_size"):
             value = getattr(self, name)
@@ -85,10 +85,10 @@ class FeatureOptions(StorageOptions):
             raise ConfigError(f"layers are {self.layers}; end them in -1, the state that predictors predict")
         if len(set(self.layers)) < len(self.layers):
             raise ConfigError(f"layers {self.layers} name one twice; give each once")
-        if wrong := [layer for layer in self.stored if not -1 <= layer <= depth]:
+        if wrong := [layer for layer in self.stored if not -1 <= layer <= (layer if depth is None else depth)]:
             raise ConfigError(
-                f"layers {wrong} do not exist in target {target}; give -1, or 0 (the embedding) to {depth} (its last "
-                "block)"
+                f"layers {wrong} do not exist in target {target}; give -1, or 0 (the embedding) to the number of its "
+                f"blocks{'' if depth is None else f', {depth}'}"
             )
 
 

@@ -25,8 +25,8 @@ from shape.target.loading import HUB_OPTIONS
 from shape.target.model import Target
 
 # Decoders, and what their targets were when they were made: device, dtype and ``Target.version``.
-_Made = dict[tuple[str, Any], tuple[tuple[Any, ...], ShapeDecoder]]
-_DECODERS: WeakKeyDictionary[PreTrainedModel, _Made] = WeakKeyDictionary()
+_Decoders = dict[tuple[str, Any], tuple[tuple[Any, ...], ShapeDecoder]]
+_DECODERS: WeakKeyDictionary[PreTrainedModel, _Decoders] = WeakKeyDictionary()
 # How transformers names its copy of a hub repository's code: by its id, each part of it as a Python name, and commit.
 _COPY = re.compile(r"transformers_modules\.(?P<id>.+)\.(?P<commit>[0-9a-f]{40})\.custom_generate\.generate")
 

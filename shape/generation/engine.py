@@ -125,8 +125,8 @@ class Engine:
                     self.target, self.support, drafter, sequences, sampler, rule, stats, reproducible=reproducible
                 )
                 fixed = None
-                several = request.max_new_tokens > 1  # the first token comes from the prompt
-                served = self.graphs is not None and memory is None and record is None and several
+                # The first token comes from the prompt.
+                served = memory is None and record is None and request.max_new_tokens > 1
                 if self.graphs is not None and served and why_not(batch) is None:
                     batch.control = self._control(drafter, (len(group), True), reproducible)
                     fixed = self.graphs.begin(batch)

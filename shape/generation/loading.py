@@ -99,7 +99,8 @@ def load_pair(
         raise ConfigError(f"drafter {name!r} needs a pack; give a file of `shape recipes compile`")
     if drafts.pack is not None and name is not None and "recipes" not in parts:
         raise ConfigError(
-            f"a pack is given, and drafter {name!r} looks nothing up in it; give recipes+{name}, or leave the pack out"
+            f"a pack is given, and drafter {name!r} looks nothing up in it; give "
+            f"{'recipes' if name == 'none' else f'recipes+{name}'}, or leave the pack out"
         )
     if drafts.pack is None and drafts.misses is not None:
         raise ConfigError("misses are of a pack, and none is given; give one, or leave misses out")
@@ -124,8 +125,9 @@ def load_pair(
         raise ConfigError(f"{predictor} is a language model, which drafts for any with its tokens: give a target")
     if not isinstance(length, int | None) and not (is_model and trained):
         raise ConfigError(f"num_draft_tokens is {length!r}, as smaller models that draft take it; give a number")
-    # What is wrong with them is said before a target is loaded.
+    # What is wrong with these is said before a target is loaded.
     limit = length if isinstance(length, int) else None
+    make_drafter("none", None, limit)
     others = {part: make_drafter(part, None, limit) for part in parts if part not in {*given, predictor_name, "model"}}
     if not isinstance(target, str | Path):  # these are the predictor's alone, then
         options = {name: value for name, value in options.items() if name not in {*SOURCE, *code}}

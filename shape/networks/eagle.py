@@ -35,7 +35,7 @@ class EaglePredictor(DecoderPredictor):
 
     kind = "eagle"
     learns_draftable_alone = True
-    feeds_normed = False  # to the next step, whatever norm_output says
+    feeds_normed = False  # whether the next step reads the normalised output even without norm_output
 
     def __init__(self, config: ShapeConfig) -> None:
         super().__init__(config)

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from inspect import signature
 from typing import Any, Literal, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -162,12 +163,16 @@ def first_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return next((whole[:at] for at in range(len(whole)) if whole[at : at + len(bare)] == bare), [])
 
 
+# What transformers reads itself beside the template.
+_OWN = signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {"tools", "documents"}
+
+
 @lru_cache(maxsize=32)
 def _warn_of_unread(source: str, name: str, given: frozenset[str]) -> None:
     """Says once which options a chat template does not read: a mistyped one would have no effect without a word."""
-    if unread := sorted(each for each in given if not re.search(rf"\b{re.escape(each)}\b", source)):
+    if unread := sorted(each for each in given - _OWN if not re.search(rf"\b{re.escape(each)}\b", source)):
         warnings.warn(
-            f"the chat template of {name} does not read {', '.join(unread)}, which has no effect", stacklevel=3
+            f"the chat template of {name} reads no {', '.join(unread)}, so giving it has no effect", stacklevel=3
         )
 
 

@@ -6,7 +6,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from shape.errors import UnsupportedTarget
-from shape.target.loading import auto_class
+from shape.target.loading import auto_class, first_line
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,10 @@ def size_of(target: PretrainedConfig | PreTrainedModel, trust_remote_code: bool 
         try:
             with torch.device("meta"):
                 model = auto_class(target).from_config(target, trust_remote_code=trust_remote_code)
-        except ValueError as error:  # transformers lists all that it knows
-            raise UnsupportedTarget(
+        except ValueError as error:
+            if "Unrecognized configuration class" not in str(error):  # of its attention, say
+                raise UnsupportedTarget(f"the target cannot be made as asked for ({first_line(error)})") from error
+            raise UnsupportedTarget(  # transformers lists all that it knows
                 f"the target's configuration, of model_type {target.model_type}, is not that of a decoder-only "
                 "language model; give one of a causal LM"
             ) from error

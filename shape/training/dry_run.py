@@ -34,7 +34,7 @@ from shape.generation.answers import LocalBackend
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.timing import draft_cost
 from shape.networks.base import Predictor
-from shape.target.loading import dtype_of, of_target, read_config, tokenizer_of
+from shape.target.loading import dtype_of, tokenizer_of
 from shape.target.model import Target
 from shape.target.size import Size
 from shape.training import preparation
@@ -55,8 +55,8 @@ def dry_run(options: TrainOptions) -> str:
         ConfigError, DataError, UnsupportedTarget: what cannot be trained on.
     """
     options.check()
-    first, size = preparation.sized_before_loading(options)
-    dtype = dtype_of(options.dtype, read_config(options.target, **of_target(options)))
+    first, size, config = preparation.sized_before_loading(options)
+    dtype = dtype_of(options.dtype, config)
     conversations = preparation.load_data(options)
     held_out = set() if preparation.validation_data(options) else preparation.held_out_numbers(options, conversations)
     tokenizer, notes = tokenizer_of(options.target, options), []
@@ -102,7 +102,8 @@ def _obstacle(options: TrainOptions, size: Size, dtype: torch.dtype) -> str | No
     """Why nothing can be measured here."""
     if options.shard_target:
         return "the target is to be cut among processes"
-    if options.trainer.accelerator in ("cuda", "gpu") and not torch.cuda.is_available():
+    gpus = {"cuda": [torch.cuda], "gpu": [torch.cuda, torch.backends.mps]}  # as Lightning calls them
+    if (named := gpus.get(options.trainer.accelerator)) and not any(kind.is_available() for kind in named):
         return f"there is no GPU here for --trainer.accelerator {options.trainer.accelerator}"
     where = bundled.resolve(options.target)
     cached = None if Path(where).is_dir() else try_to_load_from_cache(where, "config.json")

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from shape import bundled
 from shape.data.conversations import Conversation, Prompt, evenly
@@ -89,7 +90,8 @@ def prepare(runs: Sequence[TrainOptions], home: Storage) -> Material:
             "--trainer.strategy ddp, or leave it out"
         )
     for run in runs:
-        sized_before_loading(run)
+        if not run.trust_remote_code:  # code that comes with a target is only fetched beside its weights
+            sized_before_loading(run)
     prompts = _measurement_prompts(options)
     conversations, for_validation = load_data(options), validation_data(options)
     target = load_target(options, trainer)
@@ -97,7 +99,9 @@ def prepare(runs: Sequence[TrainOptions], home: Storage) -> Material:
         raise DataError(f"target {target.name} has no tokenizer, and conversations are text; put one into its folder")
     size = size_of(target.model)
     for run in runs:
-        network_config(resolve(run, size, None), target)
+        first = resolve(run, size, None)
+        first.feature_options().check(target)
+        network_config(first, target)
         refuse_other_sizes(run, target)
     refuse_others(home, target)
     options = resolve(options, size, None)  # what follows reads its length
@@ -174,8 +178,8 @@ def load_target(options: TrainOptions, trainer: pl.Trainer) -> Target:
 # ------------------------------------------------------------------------------------------------- what is learned
 
 
-def sized_before_loading(options: TrainOptions) -> tuple[TrainOptions, Size]:
-    """The options resolved by the size of the target, which its configuration says.
+def sized_before_loading(options: TrainOptions) -> tuple[TrainOptions, Size, PretrainedConfig]:
+    """The options resolved by the size of the target, which its configuration says, and these.
 
     Raises:
         ConfigError, UnsupportedTarget: they do not fit it, or one another.
@@ -185,7 +189,7 @@ def sized_before_loading(options: TrainOptions) -> tuple[TrainOptions, Size]:
     first = resolve(options, size, None)
     first.feature_options().check_for(options.target, size.positions, config.get_text_config().num_hidden_layers)
     network_config(first, size)
-    return first, size
+    return first, size, config
 
 
 def load_data(options: TrainOptions) -> list[Conversation]:

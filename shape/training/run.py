@@ -95,8 +95,8 @@ def _train(
     trainer.fit(trained, data, ckpt_path=checkpoint, weights_only=True)
     if trainer.is_global_zero:
         validating = sum(validation.seconds for validation in validations)
-        record: dict[str, Any] = {"answers": material.answers, "examples": data.size}
-        record["seconds"] = round(modules[0].seconds, 1)
+        seconds = round(modules[0].seconds, 1)
+        record: dict[str, Any] = {"answers": material.answers, "examples": data.size, "seconds": seconds}
         record |= throughput(first, modules[0], modules[0].seconds - validating, counted)
         if len(runs) > 1:  # of all, as it cannot be told apart
             record |= {"joint": list(names), "validation_seconds": round(validating, 1)}

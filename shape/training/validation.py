@@ -90,13 +90,13 @@ class DecodingValidation(pl.Callback):
         return max(self.history, key=lambda entry: entry["value"], default=None)
 
     @property
-    def _decoded(self) -> str:
-        """A hash of what is decoded and how: lengths of other prompts, or with other drafts, do not compare."""
-        decoded = [[prompt.tolist() for prompt in self.prompts], self.max_new_tokens, str(self.tree)]
-        return hashlib.sha256(json.dumps(decoded).encode()).hexdigest()[:16]
+    def _decoded(self) -> dict[str, str]:
+        """What is decoded, as a hash, and the shape of the drafts: lengths compare with the same ones alone."""
+        decoded = [[prompt.tolist() for prompt in self.prompts], self.max_new_tokens]
+        return {"decoded": hashlib.sha256(json.dumps(decoded).encode()).hexdigest()[:16], "tree": str(self.tree)}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"history": self.history, "seconds": self.seconds, "decoded": self._decoded}
+        return {"history": self.history, "seconds": self.seconds, **self._decoded}
 
     def on_load_checkpoint(self, trainer: pl.Trainer, *_: Any) -> None:
         self._resumed_from = Path(cast(str, trainer.ckpt_path))
@@ -109,7 +109,8 @@ class DecodingValidation(pl.Callback):
                 break
         else:
             self.history.clear()  # its best weights are lost, and the best from now on are kept
-        if self.history and state_dict.get("decoded", self._decoded) != self._decoded:  # nothing in older checkpoints
+        kept = self.state_dict() | state_dict  # older checkpoints say nothing of some of it
+        if self.history and any(kept[name] != value for name, value in self._decoded.items()):
             self.history.clear()
             rank_zero_only(print)(
                 "validation decodes other prompts than before, or with other drafts: the best weights are chosen anew"

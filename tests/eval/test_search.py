@@ -1,6 +1,7 @@
 """The search before training: what it tries, in how much time, by what it chooses, and that it sees no other prompt."""
 
 import json
+import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -104,7 +105,11 @@ def test_what_a_search_has_answered_is_not_searched_for_again(searched, tmp_path
 
 
 def test_a_variant_with_other_values_is_searched_for_again(searched, tmp_path, rounds):
-    options = parse([str(searched), f"--output={tmp_path}", "--only=[root]"])
+    """Where the earlier search is taken along: in the same folder its trainings would be others."""
+    first = parse([str(searched), f"--output={tmp_path / 'first'}", "--only=[root]"])
+    options = parse([str(searched), f"--output={tmp_path / 'second'}", "--only=[root]"])
+    search(first)
+    shutil.copytree(tmp_path / "first/search", tmp_path / "second/search")
     search(options)
     assert len(rounds) == 2
     values = [0.001, 0.03]

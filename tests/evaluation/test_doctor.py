@@ -1,7 +1,6 @@
 """The doctor: every cause is planted in a drafter that had learned its target's answers by heart, and named."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,14 +121,16 @@ def test_mask_token(tiny_target, learned, prompts):
 
 
 def test_few_tokens_are_tried_as_masks(tiny_target, learned):
-    """Of what a tokenizer has added, which may be more than the target knows."""
-    tokens = {number: f"<|special_{number}|>" for number in range(60)} | {61: "<mask>", 9999: "<pad>"}
-    target = copy.copy(tiny_target)
-    target.tokenizer = SimpleNamespace(added_tokens_decoder=tokens)
-    found = [suspicion.cause for suspicion in _mask_token(target, learned["block"])]
-    own, last = learned["block"].config.mask_token_id, tiny_target.vocab_size - 1
-    expected = {last: "the last", 0: "the first", 61: "<mask>"}
-    assert found == [f"the mask token is {number} ({text})" for number, text in expected.items() if number != own]
+    """Those that trainers take, and of what a tokenizer has added, which may be more than the target knows."""
+    target, network = copy.copy(tiny_target), learned["block"]
+    target.tokenizer = copy.deepcopy(tiny_target.tokenizer)
+    target.tokenizer.add_tokens([f"<|special_{number}|>" for number in range(9)] + ["<|reserved|>"])
+    tried = {int(suspicion.cause.split()[4]) for suspicion in _mask_token(target, network)}
+    known = {tiny_target.vocab_size - 1, 0, *(target.tokenizer.pad_token_id, target.tokenizer.eos_token_id)}
+    reserved = target.tokenizer.convert_tokens_to_ids("<|reserved|>")
+    likely = {number for number in (*known, reserved) if number is not None and number < tiny_target.vocab_size}
+    assert likely - {network.config.mask_token_id} <= tried and len(tried) <= 8
+    assert max(tried) < tiny_target.vocab_size
 
 
 @pytest.mark.parametrize("anchor", [True, False])

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +93,9 @@ def lines(sources: Sequence[Source[SpeedResults]]) -> list[list[tuple[str, float
 
 def pages(found: Sequence[Source[Any]], stem: str = "report", progress: bool = False) -> dict[str, str]:
     """The pages by file name: STEM.html first, and one for each trace. The same results give the same pages."""
-    numbered: dict[str, Source[Any]] = {}
-    for one in (each for each in found if each.kind == "trace"):
-        name = f"{stem}-trace-{slug(one.name)}"
-        alike = sum(page.startswith(f"{name}.html") or page.startswith(f"{name}--") for page in numbered)
-        numbered[f"{name}--{alike + 1}.html" if alike else f"{name}.html"] = one
+    names: set[str] = set()
+    own = [one for one in found if one.kind == "trace"]
+    pages_of = {f"{numbered(f'{stem}-trace-{slug(one.name)}', names)}.html": one for one in own}
     others = [one for one in found if one.kind != "trace"]
     speed = [one for one in others if one.kind == "speed"]
     latest = max(speed, key=lambda one: one.date, default=None)  # a user's own run is newer than what came with it
@@ -123,13 +122,13 @@ def pages(found: Sequence[Source[Any]], stem: str = "report", progress: bool = F
                 columns=COLUMNS,
                 lines=lines(speed),
                 groups=[group for group in groups if group[2]],
-                traces=[(file, one, traces.summary(one.data)) for file, one in numbered.items()],
+                traces=[(file, one, traces.summary(one.data)) for file, one in pages_of.items()],
                 missing=[KINDS[kind] for kind in KINDS if kind not in {one.kind for one in found}],
                 sources=found,
                 styles=styles,
             )
         }
-        for file, source in numbered.items():
+        for file, source in pages_of.items():
             styles = {}
             made[file] = _render(
                 "trace.html",
@@ -157,11 +156,12 @@ def write(found: Sequence[Source[Any]], output: Path, progress: bool = False) ->
 def write_images(found: Sequence[Source[Any]], folder: Path, progress: bool = False) -> None:
     """Every drawing as PNG and SVG, named by kind, file of results and title."""
     folder.mkdir(parents=True, exist_ok=True)
+    names: set[str] = set()
     for source in tqdm(found, desc="images", unit="file", disable=not progress):
         for plot in plots_of(source):
             if plot.draw is not None:
                 name = f"{source.kind}-{slug(str(Path(source.name).with_suffix('')))}-{slug(plot.title)}"
-                plots.write_images(plot.draw(), folder, name)
+                plots.write_images(plot.draw(), folder, numbered(name, names))
 
 
 def _drawing(plot: Plot, prefix: str, styles: dict[str, str]) -> str:
@@ -175,6 +175,13 @@ def _render(template: str, **values: Any) -> str:
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     return made.get_template(template).render(colours=plots.COLOURS, **values)
+
+
+def numbered(name: str, taken: set[str]) -> str:
+    """The name, with a number behind it where it is taken already; it is then."""
+    found = next(each for n in count(1) if (each := name if n == 1 else f"{name}--{n}") not in taken)
+    taken.add(found)
+    return found
 
 
 def slug(text: str) -> str:
