@@ -5,6 +5,7 @@ import re
 import sys
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -27,6 +28,7 @@ if __name__ == "__main__":
     loaded = own_memory() - at_first
     shard(target, mesh)
     after = own_memory() - at_first
+    target.hidden(torch.tensor([[5, 6, 7]]))  # behind which each has its part alone again
     mine, whole = held(target)
     if dist.get_rank() == 0:
         print(json.dumps({"loaded": loaded, "after": after, "mine": mine, "whole": whole}))

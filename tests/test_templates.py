@@ -203,14 +203,16 @@ def test_measurements_know_prompts_with_other_options_apart():
         ("qwen3", "<think>\nT\n</think>\n\nA", "A", "T"),
         ("qwen3", "<think>\nhalf a", "<think>\nhalf a", ""),
         ("gpt-oss", f"{OSS_THINKS}T<|end|>{OSS_SAYS}A", "A", "T"),
+        ("gpt-oss", "<|channel|>final<|message|>A", "A", ""),  # without a thought
         ("deepseek-r1", "T\n</think>\n\nA", "T\n</think>\n\nA", ""),  # its template takes it out itself
         ("llama31", "A", "A", ""),
     ],
 )
 def test_an_answer_becomes_the_message_that_its_template_knows(shipped, family, text, content, thought):
     tokenizer = with_chat_template(shipped, family)
-    message = answer_message(tokenizer(text, add_special_tokens=False).input_ids, tokenizer, {})
-    assert (message.content, message.reasoning) == (content, thought)
+    for given in ({}, {"tools": [lambda place: place]}):  # which say nothing of how an answer is written
+        message = answer_message(tokenizer(text, add_special_tokens=False).input_ids, tokenizer, given)
+        assert (message.content, message.reasoning) == (content, thought)
 
 
 def test_the_data_that_ship_have_the_ids_and_masks_that_they_always_had(shipped):

@@ -79,9 +79,11 @@ def encode_row(
     """`encode`, where with `skip_bad_rows` a chat that the template refuses becomes an empty text."""
     try:
         return encode(conversation, tokenizer, max_length)
-    except DataError:
+    except DataError as error:
         if not skip_bad_rows:
-            raise
+            raise DataError(
+                f"conversation {conversation.id}: {error}; or skip such ones with --skip_bad_rows"
+            ) from None
         return Encoded(conversation.id, torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool))
 
 

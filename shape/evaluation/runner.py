@@ -53,10 +53,10 @@ Runner = Callable[[Sequence[Context], Sequence[int]], Run]
 
 
 def sampling(temperature: float) -> dict[str, Any]:
-    """Options of `generate`: greedy at 0, else from all tokens."""
+    """Options of `generate`: greedy at 0, else from all tokens; what a drafter has learned has no penalties either."""
     if temperature == 0:
-        return {"do_sample": False}
-    return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        return {"do_sample": False, "repetition_penalty": 1.0}
+    return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
 
 
 def until_end(tokens: list[int], end_tokens: Sequence[int]) -> list[int]:

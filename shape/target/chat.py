@@ -113,41 +113,45 @@ def answer_message(ids: list[int], tokenizer: PreTrainedTokenizerBase, template:
     """
     given = dict(template or {})
     if tokenizer.chat_template:
-        options = json.dumps(given, sort_keys=True, default=str)
-        if form := _answer_form(tokenizer, template_of(tokenizer, given), options):
-            whole = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        source = template_of(tokenizer, given)
+        written = {name: value for name, value in given.items() if name not in ("tools", "documents")}
+        whole = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        for form in _answer_forms(tokenizer, source, json.dumps(written, sort_keys=True, default=str)):
             if found := form.fullmatch(cast(str, whole)):
-                return Message("assistant", found[2], more={"reasoning_content": found[1]} if found[1] else {})
+                *reasoning, content = found.groups()
+                return Message("assistant", content, more={"reasoning_content": reasoning[0]} if any(reasoning) else {})
     text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return Message("assistant", cast(str, text))
 
 
 @lru_cache(maxsize=8)
-def _answer_form(tokenizer: PreTrainedTokenizerBase, source: str, template: str) -> re.Pattern[str] | None:
-    """Matches answers with reasoning, (1), before the content, (2), as the template itself writes them; None where it
-    writes no reasoning.
+def _answer_forms(tokenizer: PreTrainedTokenizerBase, source: str, template: str) -> list[re.Pattern[str]]:
+    """Match answers as the template itself writes them: the reasoning and the content behind it, where it writes
+    reasoning, and the content alone behind what it puts before that, such as the name of a channel.
     """
     del source  # part of the cache's key: tokenizers are compared by identity, and their template may be replaced
-    answer = Message("assistant", "slotcontent", more={"reasoning_content": "slotreasoning"})
-    messages, given = [Message("user", "question"), answer], json.loads(template)
-    try:
-        prompt = render(tokenizer, messages[:1], add_generation_prompt=True, template=given)
-        whole = render(tokenizer, messages, template=given)
-    except DataError:
-        return None
-    shown = whole[len(prompt) :] if whole.startswith(prompt) else ""
-    found = re.fullmatch(r"(.*)slotreasoning(.*)slotcontent.*", shown, re.DOTALL)
-    before, between = (part.strip() for part in found.groups()) if found else ("", "")
-    if not between:
-        return None
-    return re.compile(rf"\s*{re.escape(before)}\s*(.*?)\s*{re.escape(between)}\s*(.*)", re.DOTALL)
+    question, given, forms = Message("user", "question"), json.loads(template), []
+    for more in ({"reasoning_content": "slotreasoning"}, {}):
+        messages = [question, Message("assistant", "slotcontent", more=more)]
+        try:
+            prompt = render(tokenizer, messages[:1], add_generation_prompt=True, template=given)
+            whole = render(tokenizer, messages, template=given)
+        except DataError:
+            continue
+        shown = whole[len(prompt) :] if whole.startswith(prompt) else ""
+        found = re.fullmatch(f"(.*){'slotreasoning(.*)' if more else ''}slotcontent.*", shown, re.DOTALL)
+        *before, last = (part.strip() for part in found.groups()) if found else ("",)
+        if last:  # what separates the content from the rest
+            known = [rf"\s*{re.escape(part)}\s*(.*?)" for part in before]
+            forms.append(re.compile(rf"{''.join(known)}\s*{re.escape(last)}\s*(.*)", re.DOTALL))
+    return forms
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase, given: Mapping[str, Any]) -> str:
     """The source of the chat template that is used with these options. Raises DataError if there is none."""
     try:
         template = tokenizer.get_chat_template(tools=given.get("tools"))
-    except ValueError:
+    except (ValueError, NotImplementedError):  # the latter of tokenizers that are not transformers'
         template = None
     if not template:
         raise DataError(

@@ -17,6 +17,7 @@ from transformers import (
     AutoTokenizer,
     PretrainedConfig,
 )
+from transformers.models.auto import tokenization_auto
 from transformers.utils import cached_file, extract_commit_hash
 
 from shape import bundled
@@ -171,18 +172,32 @@ def auto_class(config: PretrainedConfig) -> Any:
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+# With mistral-common installed transformers would take its tokenizer for Mistral's models, which has no chat template.
+_OWN_FORMAT = {"mistral_format": False} if hasattr(tokenization_auto, "_use_mistral_format") else {}
+
+
+def _has(where: str, name: str, options: Mapping[str, Any]) -> bool:
+    """Whether a folder or hub repository has a file, as far as that can be known."""
+    quiet = {f"_raise_exceptions_for_{what}": False for what in ("gated_repo", "missing_entries", "connection_errors")}
+    try:
+        return cached_file(where, name, **quiet, **only(SOURCE | {"revision"}, options)) is not None
+    except Exception:  # such as a repository that is not there
+        return False
+
+
 def read_tokenizer(where: str, target: Any, options: Mapping[str, Any]) -> Any:
     """A target's tokenizer; None where it has none: ids in, ids out, and rendering text then raises with the reason.
 
     Raises:
-        UnsupportedTarget: its files are damaged.
+        UnsupportedTarget: its files are damaged, or need a package that is not there.
     """
     try:
-        return AutoTokenizer.from_pretrained(where, **only(FILE_OPTIONS, options))
+        return AutoTokenizer.from_pretrained(where, **only(FILE_OPTIONS, options), **_OWN_FORMAT)
     except Exception as error:
-        if (Path(where) / "tokenizer.json").is_file():
+        if any(_has(where, name, options) for name in _TOKENIZER_FILES):
             raise UnsupportedTarget(
-                f"the tokenizer of target {target} cannot be read; restore its files ({first_line(error)})"
+                f"the tokenizer of target {target} cannot be read; see the reason ({first_line(error)})"
             ) from error
         return None
 

@@ -182,6 +182,8 @@ class Target:
             device_map = str(place)
         if quantize is not None:
             check(quantize, device_map, dtype_of(dtype, config), config, options)
+        if tokenizer is None:
+            tokenizer = read_tokenizer(where, target, options)
         try:
             model = auto_class(config).from_pretrained(where, dtype=chosen, device_map=device_map, **options)
         except torch.OutOfMemoryError as error:
@@ -196,8 +198,6 @@ class Target:
             raise UnsupportedTarget(f"target {target} cannot be loaded ({first_line(error)})") from error
         if quantize is not None:
             quantize_model(model, quantize)
-        if tokenizer is None:
-            tokenizer = read_tokenizer(where, target, options)
         loaded = cls(model.requires_grad_(False), tokenizer, name=str(target), revision=revision)
         loaded._prepack(prepacked)
         return loaded

@@ -41,8 +41,8 @@ def shard(target: Target, mesh: DeviceMesh) -> None:
             f"target {target.name} does not say what its blocks are (_no_split_modules), and cannot be shared out; "
             "store its features with --device_map auto instead"
         )
-    for block in found:
-        fully_shard(block, mesh=mesh)
+    for block in found:  # of each by itself torch would keep all weights until a backward, which never comes
+        fully_shard(block, mesh=mesh, reshard_after_forward=True)
     target.sharded = True
 
 

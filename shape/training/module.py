@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 from pytorch_lightning.strategies import ModelParallelStrategy
 from pytorch_lightning.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
@@ -216,12 +217,16 @@ class DrafterModule(TrainingModule):
         shares = {"loss": loss, **parts}
         if batch.step != self._step:
             self._step, self.step_totals = batch.step, dict.fromkeys(shares, 0.0)
+        # Several processes wait for each other for every figure, so only for those that are written.
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        written = not several or (self.global_step + 1) % self.log_every == 0
         for name, share in shares.items():
             self.step_totals[name] = self.step_totals[name] + share.detach()
-            self.log(
-                f"train/{name}", self.step_totals[name], prog_bar=name in _SHOWN, batch_size=len(batch.samples),
-                sync_dist=True, reduce_fx="sum",
-            )  # fmt: skip
+            if written:
+                self.log(
+                    f"train/{name}", self.step_totals[name], prog_bar=name in _SHOWN, batch_size=len(batch.samples),
+                    sync_dist=True, reduce_fx="sum",
+                )  # fmt: skip
         return loss * batch.parts
 
     # -- optimisation and time

@@ -10,7 +10,7 @@ from tempfile import TemporaryFile
 from typing import Any, cast
 
 import pytorch_lightning as pl
-from pytorch_lightning.utilities.rank_zero import rank_zero_only
+from pytorch_lightning.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -36,6 +36,7 @@ from shape.training.options import TrainOptions
 from shape.training.warm_start import refuse_other_sizes
 
 _HELD_OUT_SHARE = 0.1
+_MANY_CUT = 0.2  # share of the conversations
 _TEXT_PROMPT = 32  # tokens of a text that prompt for the rest
 
 
@@ -97,7 +98,10 @@ def prepare(runs: Sequence[TrainOptions], home: Storage) -> Material:
     target = load_target(options, trainer)
     if target.tokenizer is None:
         raise DataError(f"target {target.name} has no tokenizer, and conversations are text; put one into its folder")
-    size = size_of(target.model)
+    quantised = (
+        getattr(target.model.config, "quantization_config", None) is not None
+    )  # weights are packed, or no parameters
+    size = size_of(target.model.config if quantised else target.model, options.trust_remote_code)
     for run in runs:
         first = resolve(run, size, None)
         first.feature_options().check(target)
@@ -222,7 +226,7 @@ def _regenerated(
             "answering have changed since; give another folder with --features or --output, or, where the data holds "
             "the target's own answers, --regenerate false"
         )
-    return own_answers(
+    answered = own_answers(
         conversations,
         backend,
         answers,
@@ -230,6 +234,15 @@ def _regenerated(
         replace(options.trainer, enable_progress_bar=False).for_extraction(),
         progress=options.trainer.enable_progress_bar,
     )
+    cut = sum(not all(message.finished for message in each.messages) for each in answered)
+    if cut > _MANY_CUT * len(answered):
+        rank_zero_warn(
+            f"{cut} of {len(answered)} conversations end in an answer that was cut at {chosen.max_new_tokens} tokens, "
+            "of which nothing behind is learned, such as the answer behind a long thought; give more "
+            "--regeneration.max_new_tokens and --max_length, or, to a target that thinks, "
+            "--chat_template_kwargs.enable_thinking false"
+        )
+    return answered
 
 
 def longest_answer(options: TrainOptions) -> int:

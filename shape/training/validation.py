@@ -177,16 +177,16 @@ def decode_counts(
     target: Target, drafter: Drafter, prompts: Sequence[Tensor], max_new_tokens: int
 ) -> tuple[list[int], list[int]]:
     """Tokens emitted and target forwards, for each prompt, of greedy decoding with the drafter."""
-    decoder = ShapeDecoder(target, drafter, fall_back=False)
     emitted: list[int] = []
     forwards: list[int] = []
-    for start in range(0, len(prompts), _BATCH_SIZE):
-        ids, mask = side_by_side(prompts[start : start + _BATCH_SIZE], target.device)
-        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
-        output = decoder.generate(ids, attention_mask=mask, return_dict_in_generate=True, **options)
-        assert isinstance(output, ShapeOutput)
-        emitted += output.stats.sequence_emitted
-        forwards += output.stats.sequence_forwards
+    with ShapeDecoder(target, drafter, fall_back=False) as decoder:  # what it captures on a GPU is training's memory
+        for start in range(0, len(prompts), _BATCH_SIZE):
+            ids, mask = side_by_side(prompts[start : start + _BATCH_SIZE], target.device)
+            options: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
+            output = decoder.generate(ids, attention_mask=mask, return_dict_in_generate=True, **options)
+            assert isinstance(output, ShapeOutput)
+            emitted += output.stats.sequence_emitted
+            forwards += output.stats.sequence_forwards
     return emitted, forwards
 
 

@@ -26,6 +26,7 @@ from shape.verification.windows import PretendedCache, holding, pretended_length
 # Allowed relative error (root mean square) between a cached tree forward and forwards of its paths as texts. Some
 # models take their softmax in float32 whatever their dtype; a wrong mask or position is off by far more.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
+_TILED = (24, 48)  # tokens, of the GPU kernels' tiles for more than a tree's
 # Three times what the target's own forwards differ by is allowed too, up to here: beyond it nothing is rounding.
 _MOST_NOISE = 5e-2
 # How far a token's result in one module may depend on tokens that it cannot see. Kernels for equal shapes do not let it
@@ -277,6 +278,10 @@ def _check_logits(target: Target, prompt: Tensor) -> None:
 def _tree_failure(target: Target, support: Support, prompt: Tensor, drafts: Tensor, allowed: float) -> str | None:
     if (reason := _near_failure(target, support, prompt, drafts, allowed)) is not None:
         return reason
+    if isinstance(support.fused, FusedGpuLayers):  # whose tiles follow from the number of tokens
+        for count in _TILED:
+            if (reason := _many_failure(target, support, prompt[:1], count, allowed)) is not None:
+                return reason
     return _far_failure(target, support, TokenTree(drafts[:1], _parents(drafts[:1])), allowed)
 
 
@@ -305,6 +310,23 @@ def _near_failure(target: Target, support: Support, prompt: Tensor, drafts: Tens
             expected[row, node] = target.hidden(text[None])[0, -1]
     distances = _distance(states, expected), _distance(single[0, 0], expected[0, 0])
     return None if all(one <= allowed for one in distances) else f"states are off by {max(distances):.2g}"
+
+
+def _many_failure(target: Target, support: Support, prompt: Tensor, count: int, allowed: float) -> str | None:
+    """A chain of so many tokens, of which a GPU may have no room for the tiles, against the forward of its text."""
+    length = prompt.shape[1]
+    if target.max_positions is not None and length + count > target.max_positions:
+        return None
+    tokens = prompt[:, torch.arange(count, device=prompt.device) % length]
+    try:
+        cache = new_cache(target, support, 1, length + count)
+        prefill(target, cache, prompt, [length])
+        states = tree_forward(target, support, cache, chain(tokens[:, 0], tokens[:, 1:]))
+    except Exception as error:
+        return f"it raises {type(error).__name__} over {count} tokens"
+    expected = target.hidden(torch.cat([prompt, tokens], dim=1))[:, length:]
+    distance = _distance(states, expected)
+    return None if distance <= allowed else f"states are off by {distance:.2g} over {count} tokens"
 
 
 def _far_failure(target: Target, support: Support, tree: TokenTree, allowed: float) -> str | None:

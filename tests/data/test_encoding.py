@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from shape.data.conversations import Conversation
-from shape.data.encoding import encode, encode_all, split_by_template
+from shape.data.encoding import encode, encode_all, encode_row, split_by_template
 from shape.errors import DataError
 from shape.target.chat import Message, prompt_ids, render
 
@@ -244,6 +244,8 @@ def test_templates_that_cannot_be_followed():
     wrong = Conversation("c", (Message("assistant", "a"),))
     with pytest.raises(DataError, match="refuses the turns assistant: begin with user"):
         encode(wrong, bpe_tokenizer(STRICT), None)
+    with pytest.raises(DataError, match=r"conversation c: .*begin with user; or skip such ones with --skip_bad_rows"):
+        encode_row(wrong, bpe_tokenizer(STRICT), None, skip_bad_rows=False)
     kept = encode_all([wrong, chat("q", "a")], bpe_tokenizer(STRICT), None, skip_bad_rows=True)
     assert (len(kept.examples), kept.dropped) == (1, 1)
 

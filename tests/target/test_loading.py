@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, MambaConfig, T5Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    MambaConfig,
+    T5Config,
+)
 
 from eval import ablate, latency, quality, tables
 from shape.cli import bench, check, efficiency, extract, generate, recipes, terminal, train
@@ -18,7 +25,7 @@ from shape.drafters import ModelDrafter, SuffixDrafter, TrainedDrafter
 from shape.errors import CheckpointError, ConfigError, UnsupportedTarget
 from shape.evaluation.environment import Environment
 from shape.generation.decoder import ShapeDecoder
-from shape.target.loading import default_device, of_predictor, of_target, read_config, recorded
+from shape.target.loading import default_device, of_predictor, of_target, read_config, read_tokenizer, recorded
 from shape.target.model import Target
 from shape.target.options import PairOptions, PlacedOptions, TargetOptions
 from shape.target.size import size_of
@@ -340,3 +347,19 @@ def test_the_device_where_nobody_names_one(monkeypatch):
     assert default_device().type == "cuda"
     with torch.device("meta"):  # whoever says where tensors are made says so of models too
         assert default_device().type == "meta"
+
+
+def test_why_a_tokenizer_cannot_be_read_is_told_before_the_weights_are(tiny_target_folder, tmp_path, monkeypatch):
+    """A package that is missing, say; a folder without any tokenizer has none."""
+
+    def fails(*_, **__):
+        raise ImportError("No module named 'mistral_common'")
+
+    folder = Path(shutil.copytree(tiny_target_folder, tmp_path / "target"))
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", fails)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights are read"))
+    (folder / "tokenizer.json").rename(folder / "tekken.json")
+    with pytest.raises(UnsupportedTarget, match=r"cannot be read; see the reason .No module named 'mistral_common'"):
+        Target.load(folder)
+    (folder / "tekken.json").unlink()
+    assert read_tokenizer(str(folder), folder, {}) is None

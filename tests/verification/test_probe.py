@@ -18,7 +18,8 @@ from shape.drafters import AdversaryDrafter, OracleDrafter
 from shape.errors import UnsupportedTarget
 from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target
-from shape.verification.probe import probe
+from shape.verification import probe as program
+from shape.verification.probe import _many_failure, probe, support_of
 
 
 @pytest.mark.parametrize("arch", FAMILIES)
@@ -122,3 +123,15 @@ def test_unknown_logit_scaling_is_refused(tiny_model):
     target.head = lambda hidden: head(hidden) * 1.5  # type: ignore[assignment]
     with pytest.raises(UnsupportedTarget, match="logits in a way that is not known"):
         probe(target)
+
+
+@pytest.mark.parametrize("count", [24, 48])
+def test_forwards_over_more_tokens_than_a_trees_are_tried(tiny_model, count, monkeypatch):
+    """On a GPU, whose kernels have other tiles for them."""
+    target = Target(tiny_model("llama", torch.float32))
+    support, prompt = support_of(target), torch.arange(5, 16)[None]
+    assert _many_failure(target, support, prompt, count, 1e-4) is None
+    monkeypatch.setattr(program, "tree_forward", lambda *_: target.hidden(torch.full((1, count), 7)))
+    assert "states are off by" in _many_failure(target, support, prompt, count, 1e-4)
+    monkeypatch.setattr(program, "tree_forward", lambda *_: 1 / 0)
+    assert _many_failure(target, support, prompt, count, 1e-4) == f"it raises ZeroDivisionError over {count} tokens"
