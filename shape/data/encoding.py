@@ -81,9 +81,7 @@ def encode_row(
         return encode(conversation, tokenizer, max_length)
     except DataError as error:
         if not skip_bad_rows:
-            raise DataError(
-                f"conversation {conversation.id}: {error}; or skip such ones with --skip_bad_rows"
-            ) from None
+            raise DataError(f"conversation {conversation.id}: {error}") from None
         return Encoded(conversation.id, torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool))
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shape.data.conversations import Prompt
 from shape.drafters import PREDICTORS, TrainedDrafter, TreeShape
+from shape.evaluation.runner import sampling
 from shape.features.store import Stored
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput
@@ -251,7 +252,7 @@ def acceptance(target: Target, predictor: Predictor, answers: Sequence[Answered]
 
 
 def _answered(target: Target, ids: Tensor, max_new_tokens: int) -> Answered:
-    out = ShapeDecoder(target).generate(ids[None].to(target.device), do_sample=False, max_new_tokens=max_new_tokens)
+    out = ShapeDecoder(target).generate(ids[None].to(target.device), **sampling(0.0), max_new_tokens=max_new_tokens)
     assert isinstance(out, Tensor)
     return Answered(out[0], len(ids))
 
@@ -270,7 +271,7 @@ def in_chains(
     with evaluating([predictor]):
         for prompt in prompts:
             ids = prompt[None].to(target.device)
-            options: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
+            options: dict[str, Any] = {**sampling(0.0), "max_new_tokens": max_new_tokens}
             out = decoder.generate(ids, torch.ones_like(ids), return_dict_in_generate=True, **options)
             assert isinstance(out, ShapeOutput)
             answers.append(Answered(out.sequences[0], len(prompt)))

@@ -172,7 +172,7 @@ def auto_class(config: PretrainedConfig) -> Any:
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
 # With mistral-common installed transformers would take its tokenizer for Mistral's models, which has no chat template.
 _OWN_FORMAT = {"mistral_format": False} if hasattr(tokenization_auto, "_use_mistral_format") else {}
 
@@ -181,7 +181,8 @@ def _has(where: str, name: str, options: Mapping[str, Any]) -> bool:
     """Whether a folder or hub repository has a file, as far as that can be known."""
     quiet = {f"_raise_exceptions_for_{what}": False for what in ("gated_repo", "missing_entries", "connection_errors")}
     try:
-        return cached_file(where, name, **quiet, **only(SOURCE | {"revision"}, options)) is not None
+        place = only((HUB_OPTIONS | {"subfolder"}) - {"force_download"}, options)
+        return cached_file(where, name, **quiet, **place) is not None
     except Exception:  # such as a repository that is not there
         return False
 
@@ -197,7 +198,8 @@ def read_tokenizer(where: str, target: Any, options: Mapping[str, Any]) -> Any:
     except Exception as error:
         if any(_has(where, name, options) for name in _TOKENIZER_FILES):
             raise UnsupportedTarget(
-                f"the tokenizer of target {target} cannot be read; see the reason ({first_line(error)})"
+                f"the tokenizer of target {target} cannot be read ({first_line(error)}); install what it names, or "
+                "restore its files"
             ) from error
         return None
 

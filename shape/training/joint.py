@@ -65,8 +65,9 @@ class JointModule(TrainingModule):
             module.on_train_batch_start(batch, batch_idx)
             own = replace(batch, texts=texts._replace(hidden=hidden))
             losses.append(cast(Tensor, module.training_step(own, batch_idx)))
-        whole = sum(module.step_totals["loss"] for module in self.trained.values())
-        self.log("train/loss", whole, prog_bar=True, batch_size=len(batch.samples), sync_dist=True, reduce_fx="sum")
+        if next(iter(self.trained.values())).figures_are_written:
+            whole = sum(module.step_totals["loss"] for module in self.trained.values())
+            self.log("train/loss", whole, prog_bar=True, batch_size=len(batch.samples), sync_dist=True, reduce_fx="sum")
         return torch.stack(losses).sum()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

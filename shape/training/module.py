@@ -210,6 +210,14 @@ class DrafterModule(TrainingModule):
     def _texts(self, batch: Batch) -> Texts:
         return batch.texts or computed_texts(self.target, batch, self.layers, self.device)
 
+    @property
+    def figures_are_written(self) -> bool:
+        """Whether this step's are to be logged: several processes wait for each other for every figure, and so only at
+        the steps that Lightning writes.
+        """
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        return not several or (self.global_step + 1) % self.log_every == 0
+
     def _log_and_scale(self, batch: Batch, loss: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
         """What training returns for a portion, given its shares of the whole step's losses, and of other figures: these
         have to add up, where Lightning and DDP take means. What is logged is the whole step's.
@@ -217,9 +225,7 @@ class DrafterModule(TrainingModule):
         shares = {"loss": loss, **parts}
         if batch.step != self._step:
             self._step, self.step_totals = batch.step, dict.fromkeys(shares, 0.0)
-        # Several processes wait for each other for every figure, so only for those that are written.
-        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        written = not several or (self.global_step + 1) % self.log_every == 0
+        written = self.figures_are_written
         for name, share in shares.items():
             self.step_totals[name] = self.step_totals[name] + share.detach()
             if written:

@@ -29,6 +29,7 @@ from shape.generation.answers import LocalBackend
 from shape.generation.decoder import ShapeDecoder
 from shape.target.loading import of_target, read_config
 from shape.target.model import Target, announce
+from shape.target.quantize import quantized
 from shape.target.size import Size, size_of
 from shape.training.defaults import network_config, resolve
 from shape.training.forecast import Forecast
@@ -98,10 +99,9 @@ def prepare(runs: Sequence[TrainOptions], home: Storage) -> Material:
     target = load_target(options, trainer)
     if target.tokenizer is None:
         raise DataError(f"target {target.name} has no tokenizer, and conversations are text; put one into its folder")
-    quantised = (
-        getattr(target.model.config, "quantization_config", None) is not None
-    )  # weights are packed, or no parameters
-    size = size_of(target.model.config if quantised else target.model, options.trust_remote_code)
+    # Weights in fewer bits are packed, or no parameters: then the configuration says how many there are.
+    packed = getattr(target.model.config, "quantization_config", None) or quantized(target.model)
+    size = size_of(target.model.config if packed else target.model, options.trust_remote_code)
     for run in runs:
         first = resolve(run, size, None)
         first.feature_options().check(target)
@@ -234,12 +234,13 @@ def _regenerated(
         replace(options.trainer, enable_progress_bar=False).for_extraction(),
         progress=options.trainer.enable_progress_bar,
     )
-    cut = sum(not all(message.finished for message in each.messages) for each in answered)
-    if cut > _MANY_CUT * len(answered):
+    chats = [each for each in answered if each.asks]
+    cut = sum(not all(message.finished for message in each.messages) for each in chats)
+    if cut > _MANY_CUT * len(chats):
         rank_zero_warn(
-            f"{cut} of {len(answered)} conversations end in an answer that was cut at {chosen.max_new_tokens} tokens, "
-            "of which nothing behind is learned, such as the answer behind a long thought; give more "
-            "--regeneration.max_new_tokens and --max_length, or, to a target that thinks, "
+            f"{cut} of {len(chats)} conversations end in an answer that was cut at {chosen.max_new_tokens} tokens; "
+            "what would have followed, such as the answer behind a long thought, is not learned. Give more "
+            "--regeneration.max_new_tokens, and a --max_length of twice as many, or, to a target that thinks, "
             "--chat_template_kwargs.enable_thinking false"
         )
     return answered

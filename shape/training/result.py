@@ -14,6 +14,7 @@ from shape.evaluation.doctor import acceptance, in_chains
 from shape.evaluation.environment import Environment, matrix_product_peak, peak_memory
 from shape.evaluation.methods import Configured
 from shape.evaluation.results import SpeedResults
+from shape.evaluation.runner import sampling
 from shape.evaluation.speed import SpeedSetting, measure
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput
@@ -158,7 +159,7 @@ def _show_sample(decoder: ShapeDecoder, prompts: Sequence[Prompt], options: Trai
         return
     ids = decoder.target.encode(prompts[0].opening, prompts[0].template)
     length = options.measurement.max_new_tokens
-    out = decoder.generate(ids, do_sample=False, max_new_tokens=length, return_dict_in_generate=True)
+    out = decoder.generate(ids, **sampling(0.0), max_new_tokens=length, return_dict_in_generate=True)
     assert isinstance(out, ShapeOutput)
     answer = decoder.tokenizer.decode(out.sequences[0, ids.shape[1] :], skip_special_tokens=True)
     console.print(f"\n> {prompts[0].turns[0]}\n{answer}\n", markup=False, highlight=False)

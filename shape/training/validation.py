@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from shape.drafters import Drafter
 from shape.errors import CheckpointError
 from shape.evaluation.estimates import estimate, ratio
+from shape.evaluation.runner import sampling
 from shape.files import written_whole
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput
@@ -182,7 +183,7 @@ def decode_counts(
     with ShapeDecoder(target, drafter, fall_back=False) as decoder:  # what it captures on a GPU is training's memory
         for start in range(0, len(prompts), _BATCH_SIZE):
             ids, mask = side_by_side(prompts[start : start + _BATCH_SIZE], target.device)
-            options: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
+            options: dict[str, Any] = {**sampling(0.0), "max_new_tokens": max_new_tokens}
             output = decoder.generate(ids, attention_mask=mask, return_dict_in_generate=True, **options)
             assert isinstance(output, ShapeOutput)
             emitted += output.stats.sequence_emitted

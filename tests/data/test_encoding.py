@@ -244,7 +244,7 @@ def test_templates_that_cannot_be_followed():
     wrong = Conversation("c", (Message("assistant", "a"),))
     with pytest.raises(DataError, match="refuses the turns assistant: begin with user"):
         encode(wrong, bpe_tokenizer(STRICT), None)
-    with pytest.raises(DataError, match=r"conversation c: .*begin with user; or skip such ones with --skip_bad_rows"):
+    with pytest.raises(DataError, match=r"conversation c: .*begin with user"):
         encode_row(wrong, bpe_tokenizer(STRICT), None, skip_bad_rows=False)
     kept = encode_all([wrong, chat("q", "a")], bpe_tokenizer(STRICT), None, skip_bad_rows=True)
     assert (len(kept.examples), kept.dropped) == (1, 1)

@@ -359,7 +359,9 @@ def test_why_a_tokenizer_cannot_be_read_is_told_before_the_weights_are(tiny_targ
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", fails)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights are read"))
     (folder / "tokenizer.json").rename(folder / "tekken.json")
-    with pytest.raises(UnsupportedTarget, match=r"cannot be read; see the reason .No module named 'mistral_common'"):
+    with pytest.raises(
+        UnsupportedTarget, match=r"cannot be read .No module named 'mistral_common'.; install what it names"
+    ):
         Target.load(folder)
     (folder / "tekken.json").unlink()
     assert read_tokenizer(str(folder), folder, {}) is None
