@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin
 
 from jsonargparse import ArgumentParser, Namespace
 
-from shape.errors import ShapeError
+from shape.errors import ConfigError, ShapeError
 
 Options = TypeVar("Options")
 
@@ -198,6 +198,12 @@ def command_parser(
     if kind is not None:
         parser.add_class_arguments(kind, as_group=False, skip=skip)
     return parser
+
+
+def refuse_dry_run_of_file(values: Namespace, arguments: Iterable[str], work: str) -> None:
+    """Raises ConfigError where a file, and not the command line, asks for a dry run."""
+    if values.dry_run and not set(DRY_RUN) & set(arguments):
+        raise ConfigError(f"dry_run stands in a file, which is read for {work} too; give --dry-run instead")
 
 
 def did_you_mean(given: str, known: Sequence[str] | Any) -> str:

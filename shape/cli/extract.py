@@ -12,10 +12,10 @@ Interrupt it at any time: the same command continues where it stopped.
 import sys
 from collections.abc import Sequence
 
-from shape.errors import ConfigError, exit_on_error
+from shape.errors import exit_on_error
 from shape.features.options import CostOptions, ExtractOptions
 from shape.features.trainer import quiet
-from shape.parsing import DRY_RUN, CommandParser, command_parser, options_of
+from shape.parsing import DRY_RUN, CommandParser, command_parser, options_of, refuse_dry_run_of_file
 
 COMMON = (
     *("target", "data", "output", "endpoint", "model", "limit", "max_length", "layers", "batch_size", "dtype"),
@@ -40,8 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return
         reader = parser()
         values = reader.instantiate(reader.parse_args(given))
-        if values.dry_run:
-            raise ConfigError("dry_run stands in a file, which is read for extractions too; give --dry-run instead")
+        refuse_dry_run_of_file(values, given, "extractions")
         options = options_of(ExtractOptions, values)
         from shape.features.extraction import extract_from, rank_zero_only
 

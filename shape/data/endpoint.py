@@ -71,6 +71,15 @@ class Endpoint:
             raise ConfigError(f"endpoint {url} is no URL; it looks like http://localhost:8000/v1")
         return cls(url, model, concurrency=concurrency, api_key=os.environ.get("OPENAI_API_KEY"), **more)
 
+    @classmethod
+    def asked_for(cls, url: str | None, model: str | None) -> Self | None:
+        """As ``of``; None where a target answers here. Raises ConfigError for a model without an endpoint, too."""
+        if url is not None:
+            return cls.of(url, model)
+        if model is not None:
+            raise ConfigError("model is the name of the target at an endpoint; give --endpoint, or leave model out")
+        return None
+
     def post(self, path: str, body: Mapping[str, Any]) -> bytes:
         """The reply to `body`, to which the model is added.
 

@@ -48,11 +48,9 @@ States = Callable[[Sequence[Encoded], Sequence[int]], Iterable[Tensor]]
 
 def extract_from(options: ExtractOptions) -> FeatureStore:
     """Load target and data, and extract, or complete what an earlier run left."""
-    endpoint = None if options.endpoint is None else Endpoint.of(options.endpoint, options.model)
+    endpoint = Endpoint.asked_for(options.endpoint, options.model)
     if endpoint is not None:  # one process asks, and leaves the accelerators to the engine
         options = replace(options, trainer=replace(options.trainer, accelerator="cpu", devices=1, num_nodes=1))
-    elif options.model is not None:
-        raise ConfigError("model is the name of the target at an endpoint; give --endpoint, or leave model out")
     elif options.device_map is not None:  # a target that was put on given devices is one process's
         options = replace(options, trainer=replace(options.trainer, devices=1, num_nodes=1))
     trainer = options.trainer.for_extraction()

@@ -112,10 +112,7 @@ def _check(options: RegenerationOptions) -> None:
     options.check()
     if (options.target is None) == (options.endpoint is None):
         raise ConfigError("give either target, to answer here, or endpoint and model, to ask a server")
-    if options.endpoint is None and options.model is not None:
-        raise ConfigError("model is the name of the target at an endpoint; give --endpoint, or leave model out")
-    if options.endpoint is not None:
-        Endpoint.of(options.endpoint, options.model)
+    Endpoint.asked_for(options.endpoint, options.model)
 
 
 def make_backend(options: RegenerationOptions) -> Backend:

@@ -12,7 +12,7 @@ from shape import bundled
 from shape.errors import ConfigError, exit_on_error
 from shape.features.trainer import TrainerOptions
 from shape.files import reading
-from shape.parsing import DRY_RUN, HELP, CommandParser, command_parser
+from shape.parsing import DRY_RUN, HELP, CommandParser, command_parser, refuse_dry_run_of_file
 from shape.training.options import QUICKSTART_TARGET, TrainOptions
 
 
@@ -34,8 +34,7 @@ def parse(arguments: Sequence[str], docstring: str | None = None, common: Sequen
     reader = parser(defaults if is_bundled else None, docstring, common)
     values = reader.parse_args(arguments)
     with exit_on_error():
-        if values.dry_run and not set(DRY_RUN) & set(arguments):
-            raise ConfigError("dry_run stands in a file, which is read for trainings too; give --dry-run instead")
+        refuse_dry_run_of_file(values, arguments, "trainings")
         options = as_options(reader.instantiate(values).as_dict())
         if options.init is None:
             return options
