@@ -238,7 +238,6 @@ def measure_in(
     """
     folder.mkdir(parents=True, exist_ok=True)
     journal, file = folder / JOURNAL, folder / RESULTS
-    setting.check(methods, prompts, source)
     refuse_results(file, settings_of(target, methods, prompts, source, setting))
     results = measure(target, methods, prompts, setting, progress=progress, label=label, source=source, journal=journal)
     if training:
