@@ -292,6 +292,7 @@ SPECIALS = {
     "llama31": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
     "deepseek-r1": ["<|begin|>", "<|User|>", "<|Assistant|>", "<|end|>"],
     "gpt-oss": ["<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>", "<|call|>"],
+    "mistral": ["<s>", "</s>", "[INST]", "[/INST]"],
 }
 
 

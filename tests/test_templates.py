@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from array import array
 from pathlib import Path
 
@@ -27,11 +28,11 @@ from shape.features.extraction import split_conversations
 from shape.features.storage import Storage
 from shape.generation.answers import LocalBackend
 from shape.generation.decoder import ShapeDecoder
-from shape.target.chat import Message, answer_message, prompt_ids
+from shape.target.chat import Message, answer_message, prompt_ids, spoken, thinks
 from shape.training.options import TrainOptions
 from shape.training.preparation import prepare, validation_prompts
 
-FAMILIES = ["qwen3", "llama31", "deepseek-r1", "gpt-oss"]
+FAMILIES = ["qwen3", "llama31", "deepseek-r1", "gpt-oss", "mistral"]
 DATE = {"date_string": "1 May 2026"}
 GREEDY = AnswerOptions(sampled_share=0.0)
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
@@ -73,6 +74,7 @@ TOOLS = (
     Message("tool", "R", more={"name": "f"}),
     bot("A1", "T1"),
 )
+TOLD = (Message("system", "S"), user("Q1"), bot("A1"), user("Q2"), bot("A2"))
 QWEN = "<|im_start|>user\nQ1<|im_end|>\n<|im_start|>assistant\n"
 QWEN_TEXTS = [
     f"{QWEN}[<think>\nT1\n</think>\n\nA1<|im_end|>]\n",
@@ -147,6 +149,21 @@ CASES = {
             f"[{OSS_THINKS}T1<|end|>{OSS_SAYS}A1<|return|>]"
         ],
     ),
+    "mistral, where the system message moves on": (
+        "mistral",
+        TOLD,
+        ["<s>[INST] S\n\nQ1[/INST][ A1</s>]", "<s>[INST] Q1[/INST] A1</s>[INST] S\n\nQ2[/INST][ A2</s>]"],
+    ),
+    "mistral, cut": (
+        "mistral",
+        (Message("system", "S"), user("Q1"), bot("half a", finished=False)),
+        ["<s>[INST] S\n\nQ1[/INST][ half a]"],
+    ),
+    "mistral, the same again": (
+        "mistral",
+        (TOLD[0], user("Q"), bot("A"), user("Q"), bot("A")),
+        ["<s>[INST] S\n\nQ[/INST][ A</s>]", "<s>[INST] Q[/INST] A</s>[INST] S\n\nQ[/INST][ A</s>]"],
+    ),
 }
 
 
@@ -157,7 +174,7 @@ def test_every_turn_is_learned_as_the_target_writes_it(shipped, family, messages
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("messages", [THOUGHTFUL, RAW, CUT], ids=["apart", "raw", "cut"])
+@pytest.mark.parametrize("messages", [THOUGHTFUL, RAW, CUT, TOLD], ids=["apart", "raw", "cut", "told"])
 def test_training_sees_the_prompts_that_decoding_sees(shipped, family, messages):
     tokenizer = with_chat_template(shipped, family)
     found = []
@@ -213,6 +230,29 @@ def test_an_answer_becomes_the_message_that_its_template_knows(shipped, family, 
     for given in ({}, {"tools": [lambda place: place]}):  # which say nothing of how an answer is written
         message = answer_message(tokenizer(text, add_special_tokens=False).input_ids, tokenizer, given)
         assert (message.content, message.reasoning) == (content, thought)
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "says"),
+    [
+        ("qwen3", "<think>\nT\n</think>\n\nA", "A"),
+        ("qwen3", "<think>\nhalf a", ""),
+        ("gpt-oss", f"{OSS_THINKS}T<|end|>{OSS_SAYS}A", "A"),
+        ("gpt-oss", f"{OSS_THINKS}half a", ""),
+        ("deepseek-r1", "T\n</think>\n\nA", "A"),  # the prompt opens it
+        ("deepseek-r1", "half a", ""),
+        ("llama31", "A", "A"),
+    ],
+)
+def test_what_an_answer_says_is_told_from_its_reasoning(shipped, family, text, says):
+    tokenizer = with_chat_template(shipped, family)
+    prompt = prompt_ids([user("Q1")], tokenizer)
+    with warnings.catch_warnings(record=True) as told:
+        assert spoken(tokenizer(text, add_special_tokens=False).input_ids, prompt, tokenizer, None) == says
+    assert [str(one.message)[:38] for one in told] == ["the answer ends within its reasoning, "] * (says == "")
+    assert thinks(prompt, tokenizer) == (family != "llama31")
+    if family == "qwen3":
+        assert not thinks(prompt_ids([user("Q1")], tokenizer, {"enable_thinking": False}), tokenizer)
 
 
 def test_the_data_that_ship_have_the_ids_and_masks_that_they_always_had(shipped):

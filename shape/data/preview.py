@@ -6,14 +6,13 @@ from typing import cast
 import torch
 from rich.console import Console
 from rich.text import Text
-from transformers import AutoTokenizer
 
 from shape import bundled
 from shape.data.encoding import Encoded, encode_all
 from shape.data.options import PreviewOptions
 from shape.data.reading import load_conversations
 from shape.errors import ConfigError, DataError
-from shape.target.loading import first_line
+from shape.target.loading import read_tokenizer
 
 
 def preview(options: PreviewOptions) -> None:
@@ -27,10 +26,9 @@ def preview(options: PreviewOptions) -> None:
         skip_bad_rows=options.skip_bad_rows,
         chat_template_kwargs=options.chat_template_kwargs,
     )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(bundled.resolve(options.target))
-    except (OSError, ValueError) as error:
-        raise DataError(f"the tokenizer of {options.target} cannot be loaded: {first_line(error)}") from None
+    tokenizer = read_tokenizer(bundled.resolve(options.target), options.target, {})
+    if tokenizer is None:
+        raise DataError(f"there is no tokenizer in {options.target}; give a folder or a hub id that has one")
     encoded = encode_all(conversations, tokenizer, options.max_length, skip_bad_rows=options.skip_bad_rows)
     console = Console()
     for example in encoded.examples[: options.n]:

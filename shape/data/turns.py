@@ -10,10 +10,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from shape.data.conversations import Conversation
 from shape.errors import DataError
-from shape.target.chat import Message, name_of, render, template_of
+from shape.target.chat import THOUGHT, THOUGHT_END, Message, name_of, render, template_of
 
 Span = tuple[int, int]
-_THOUGHT, _THOUGHT_END = "<think>", "</think>"
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -51,7 +50,7 @@ def turn_of(conversation: Conversation, number: int, tokenizer: PreTrainedTokeni
     """
     messages, template = conversation.messages[: number + 1], conversation.template
     answer, ends = messages[-1], _end_tokens(tokenizer)
-    tagged = _THOUGHT_END in template_of(tokenizer, template)
+    tagged = THOUGHT_END in template_of(tokenizer, template)
     text = render(tokenizer, messages, template=template)
     shown = None  # what the template makes of the answer, behind the prompt
     try:
@@ -59,7 +58,8 @@ def turn_of(conversation: Conversation, number: int, tokenizer: PreTrainedTokeni
     except DataError:  # nothing was asked: the conversation begins with an answer
         pass
     else:
-        start, shown = len(prompt), text[len(prompt) :] if text.startswith(prompt) else None
+        start, shown = len(prompt), _behind(prompt, messages, text)
+        text = text if shown is None else prompt + shown
         if not answer.finished and shown is not None and (length := _end_of_cut_answer(answer, shown)) is not None:
             return Turn(text[: start + length], start, start + length)
         if not answer.finished or (tagged and _loses_thought(answer, text)):
@@ -80,6 +80,21 @@ def turn_of(conversation: Conversation, number: int, tokenizer: PreTrainedTokeni
     return Turn(text, span[0], _with_end(text, *span, answer.finished, ends))
 
 
+def _behind(prompt: str, messages: Sequence[Message], text: str) -> str | None:
+    """What a rendering has behind the prompt, or behind the same question and the start of an answer.
+
+    Mistral's templates write the system message into the last turn only if that is a question: once it is answered, the
+    text lacks what the target was told, and the prompt has it.
+    """
+    if text.startswith(prompt):
+        return text[len(prompt) :]
+    *others, answer = messages
+    question = others[-1].content.strip() if others else ""
+    at = prompt.rfind(question) if question else -1
+    _, found, shown = text.rpartition(prompt[at:]) if at >= 0 else ("", "", text)
+    return shown if found and shown.strip().startswith(answer.content.strip()) else None
+
+
 def _end_of_cut_answer(answer: Message, shown: str) -> int | None:
     """Where an answer that was cut ends in `shown`, its rendering; None if the template has put words before it."""
     end = 0
@@ -93,8 +108,8 @@ def _end_of_cut_answer(answer: Message, shown: str) -> int | None:
 
 def _loses_thought(answer: Message, text: str) -> bool:
     """Whether the template leaves out the reasoning with which the target wrote its answer."""
-    inline, end, _ = answer.content.partition(_THOUGHT_END)
-    thought = answer.reasoning or (inline.strip().removeprefix(_THOUGHT) if end else "")
+    inline, end, _ = answer.content.partition(THOUGHT_END)
+    thought = answer.reasoning or (inline.strip().removeprefix(THOUGHT) if end else "")
     return thought.strip() not in text
 
 
@@ -104,9 +119,9 @@ def _as_written(prompt: str, answer: Message, tagged: bool) -> str:
     """
     text = answer.content
     if answer.reasoning and tagged:
-        text = f"{_THOUGHT}\n{answer.reasoning.strip()}" + (f"\n{_THOUGHT_END}\n\n{text}" if text else "")
-    if prompt.rstrip().endswith(_THOUGHT):
-        text = text.lstrip().removeprefix(_THOUGHT).lstrip("\n")
+        text = f"{THOUGHT}\n{answer.reasoning.strip()}" + (f"\n{THOUGHT_END}\n\n{text}" if text else "")
+    if prompt.rstrip().endswith(THOUGHT):
+        text = text.lstrip().removeprefix(THOUGHT).lstrip("\n")
     return text
 
 

@@ -119,12 +119,7 @@ class TrainedDrafter(Drafter):
             )
         known = self.predictor.config.target_identity
         if known is not None:
-            differences = TargetIdentity.from_dict(known).differences(target.identity)
-            if differences:
-                raise TargetMismatch(
-                    f"the predictor was trained for target {known['name']}, and {target.name} differs in "
-                    f"{', '.join(differences)}; give the target it was trained for, or train one for this target"
-                )
+            TargetIdentity.from_dict(known).require(target.identity)
         else:
             self._require_sizes(target)
         self.predictor.complete(target)

@@ -66,7 +66,7 @@ def extract_from(options: ExtractOptions) -> FeatureStore:
     storage = Storage(options.output)
     refuse_others(storage, target)
     rank_zero_only(announce)(target)
-    texts = list(chain.from_iterable(split_conversations(target, conversations)))
+    texts = list(chain.from_iterable(split_conversations(target, conversations, options.skip_bad_rows)))
     states = None if endpoint is None else EngineStates(endpoint, target)
     return extract(target, texts, storage, options, trainer, states)
 
@@ -150,14 +150,18 @@ def compute_features(target: Target, batch: Sequence[Encoded], layers: Sequence[
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def split_conversations(target: Target, conversations: Sequence[Conversation]) -> list[list[Conversation]]:
+def split_conversations(
+    target: Target, conversations: Sequence[Conversation], skip_bad_rows: bool = False
+) -> list[list[Conversation]]:
     """What features are computed of, for each conversation: see `shape.data.encoding.split_by_template`.
 
     Raises:
         DataError: token ids that the target does not have or reads as something else than the answers beside them, or
-            text where it has no tokenizer.
+            text where it has no tokenizer; without `skip_bad_rows`, an order of roles that the chat template refuses.
     """
     _require_tokens(target, conversations)
+    if not skip_bad_rows:
+        _require_accepted(target, conversations)
     for conversation in conversations:
         largest = max((max(text.input_ids, default=0) for text in conversation.texts), default=0)
         if largest >= target.vocab_size:
@@ -167,6 +171,23 @@ def split_conversations(target: Target, conversations: Sequence[Conversation]) -
             )
     _require_own_tokens(target, conversations)
     return [split_by_template(conversation, target.tokenizer) for conversation in conversations]
+
+
+def _require_accepted(target: Target, conversations: Sequence[Conversation]) -> None:
+    """Raises DataError where the chat template refuses a conversation, of which one of each order of roles is tried."""
+    orders: dict[tuple[str, ...], list[Conversation]] = {}
+    for conversation in conversations:
+        if conversation.kind == "chat" and not conversation.texts:
+            orders.setdefault(tuple(message.role for message in conversation.messages), []).append(conversation)
+    for alike in orders.values():
+        for part in split_by_template(alike[0], target.tokenizer):
+            try:
+                encode_row(part, target.tokenizer, None, skip_bad_rows=False)
+            except DataError as error:
+                raise DataError(
+                    f"{error} ({len(alike)} of {len(conversations)} conversations have such turns; leave them out, or "
+                    "give skip_bad_rows)"
+                ) from None
 
 
 def _require_own_tokens(target: Target, conversations: Sequence[Conversation]) -> None:

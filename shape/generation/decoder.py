@@ -32,10 +32,11 @@ from shape.generation.prefill import Memory
 from shape.generation.request import Prepared, Request, Seed
 from shape.generation.rules import Rule, make_rule
 from shape.networks.export import export
+from shape.target.chat import spoken, thinks
 
 _EOS_AWARE_TOKENS = 4
 _WARM_UP_TOKENS = 16  # enough for a few steps
-_ANSWER = 512  # tokens at most, where nobody says how many
+_ANSWER = {False: 512, True: 4096}  # tokens at most, where nobody says how many; True: of targets that reason first
 
 
 class ShapeDecoder(Engine):
@@ -304,7 +305,7 @@ class ShapeDecoder(Engine):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> str:
-        """The answer to a conversation, as text without special tokens or reasoning; ``stream`` gives it in pieces.
+        """The answer to a conversation, as text without special tokens or reasoning; ``stream`` gives both in pieces.
 
             decoder.chat("Book a table for two.")
             decoder.chat([{"role": "user", "content": "Book a table for two."}], do_sample=True, seed=1)
@@ -312,7 +313,8 @@ class ShapeDecoder(Engine):
         Args:
             messages: the conversation so far, with roles as the chat template knows them; a text is the user's message.
             chat_template_kwargs: what the chat template is given beside the messages: `enable_thinking`, `tools`, ...
-            options: those of ``generate``; where nobody says how long, an answer has 512 tokens at most.
+            options: those of ``generate``; where nobody says how long, an answer has 512 tokens at most,
+                and 4,096 where the chat template has the target reason first.
 
         Raises:
             DataError: the target has no tokenizer, or its chat template refuses the messages.
@@ -321,12 +323,13 @@ class ShapeDecoder(Engine):
             messages = [{"role": "user", "content": messages}]
         ids = self.target.encode(messages, chat_template_kwargs)
         out = self.generate(ids, torch.ones_like(ids), **self._as_long_as_answers(ids, options))
-        tokens = out if isinstance(out, Tensor) else out.sequences
-        return self.target.message(tokens[0, ids.shape[1] :].tolist(), chat_template_kwargs)["content"]
+        tokens, length = (out if isinstance(out, Tensor) else out.sequences)[0].tolist(), ids.shape[1]
+        prompt, answer = tokens[:length], self.target.before_end(tokens[length:])
+        return spoken(answer, prompt, self.tokenizer, chat_template_kwargs)
 
     def _as_long_as_answers(self, ids: Tensor, options: dict[str, Any]) -> dict[str, Any]:
         """Options for text behind ids (1, L), of which transformers' default length is no answer's."""
-        given, longest = options.get("generation_config"), _ANSWER
+        given, longest = options.get("generation_config"), _ANSWER[thinks(ids[0].tolist(), self.tokenizer)]
         configs = given, self.target.model.generation_config
         if any(getattr(config, "max_new_tokens", None) for config in configs) or getattr(given, "max_length", None):
             return options  # the target's own max_length is no answer's: old files have 20 there
@@ -367,7 +370,7 @@ class ShapeDecoder(Engine):
             attention_mask: (1, L), with ids only.
             chat_template_kwargs: what the chat template is given beside the messages: `enable_thinking`, `tools`, ...
             options: those of ``generate`` but for streamer and those that say what to return; where nobody says how
-                long, text has 512 tokens at most.
+                long, text is as long as in ``chat``.
 
         Raises:
             UnsupportedGeneration: as in ``generate``, before anything is computed.

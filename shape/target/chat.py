@@ -13,6 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from shape.errors import DataError
 
+THOUGHT, THOUGHT_END = "<think>", "</think>"
+# Between what targets reason; the latter is gpt-oss's.
+_TAGS = {THOUGHT: THOUGHT_END, "<|channel|>analysis<|message|>": "<|end|>"}
 Role = Literal["system", "user", "assistant", "tool"]
 
 
@@ -122,6 +125,35 @@ def answer_message(ids: list[int], tokenizer: PreTrainedTokenizerBase, template:
                 return Message("assistant", content, more={"reasoning_content": reasoning[0]} if any(reasoning) else {})
     text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return Message("assistant", cast(str, text))
+
+
+def spoken(
+    ids: list[int], prompt: list[int], tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any] | None
+) -> str:
+    """What an answer says without its reasoning: nothing, with a warning, if it ends within that.
+
+    Args:
+        ids: (T,), up to its end token.
+        prompt: (L,), which may have opened the reasoning already.
+    """
+    asked, said = (cast(str, tokenizer.decode(part, skip_special_tokens=False)) for part in (prompt, ids))
+    for tag, end in _TAGS.items():
+        if (asked.rstrip().endswith(tag) or said.lstrip().startswith(tag)) and end not in said:
+            warnings.warn(
+                f"the answer ends within its reasoning, after {len(ids)} tokens; give a larger max_new_tokens",
+                stacklevel=3,
+            )
+            return ""
+    content = answer_message(ids, tokenizer, template).content
+    return content.rpartition(THOUGHT_END)[2].lstrip() if THOUGHT_END in content else content
+
+
+def thinks(prompt: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the answer to a prompt (L,) may begin with reasoning: the chat template knows its tags, and the prompt
+    has not closed them.
+    """
+    source, asked = str(tokenizer.chat_template), cast(str, tokenizer.decode(prompt, skip_special_tokens=False))
+    return any(tag in source for tag in _TAGS) and not asked.rstrip().endswith(THOUGHT_END)
 
 
 @lru_cache(maxsize=8)

@@ -2,13 +2,15 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields
+import warnings
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
 from accelerate.utils import align_module_device
 from torch import Tensor, nn
 
+from shape.errors import TargetMismatch
 from shape.files import typed
 
 # Encoded by every tokenizer into its identity: vocabularies can be equal where the merges differ.
@@ -63,6 +65,26 @@ class TargetIdentity:
             if mine != theirs and mine != "" and theirs != "":
                 found.append(f"{label} ({mine} against {theirs})")
         return found
+
+    def require(self, other: "TargetIdentity") -> None:
+        """That a predictor of this target drafts for the other. Another chat template, as repositories get after their
+        release, does no harm but to acceptance, and only warns.
+
+        Raises:
+            TargetMismatch: it is another target.
+        """
+        revision = f" (revision {self.revision})" if self.revision else ""
+        if differences := self.differences(replace(other, template_hash="")):
+            raise TargetMismatch(
+                f"the predictor was trained for target {self.name}{revision}, and {other.name} differs in "
+                f"{', '.join(differences)}; give the target it was trained for, or train one for this target"
+            )
+        if self.differences(other):
+            warnings.warn(
+                f"the predictor was trained for target {self.name}{revision} with another chat template than "
+                f"{other.name} has; drafts are verified all the same, but fewer may be accepted",
+                stacklevel=2,
+            )
 
 
 def _digest(content: str | bytes) -> str:

@@ -7,7 +7,7 @@ Indexing used everywhere: ``h_i`` is the vector that enters the target's output 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -474,9 +474,12 @@ class Target:
         """Token ids of an answer, (T,), as the message that a chat goes on from: without special tokens, and with its
         reasoning apart where the chat template has a place for it.
         """
+        return answer_message(self.before_end(answer), self.tokenizer, chat_template_kwargs).chat
+
+    def before_end(self, answer: list[int]) -> list[int]:
+        """What of an answer comes before its end token, if it has one."""
         ends = set(self.eos_token_ids)
-        end = next((number for number, token in enumerate(answer) if token in ends), len(answer))
-        return answer_message(answer[:end], self.tokenizer, chat_template_kwargs).chat
+        return list(takewhile(lambda token: token not in ends, answer))
 
     def __repr__(self) -> str:
         return f"Target({self.name}, hidden_size={self.hidden_size}, vocab_size={self.vocab_size}, {self.precision})"

@@ -134,7 +134,7 @@ def _measured(
         asked = [each for each in sample if each.asks]
         if asked and options.writes_answers:
             seconds, sample = _answers(trial, target, asked, Path(name))
-        texts = list(chain.from_iterable(split_conversations(target, sample)))
+        texts = list(chain.from_iterable(split_conversations(target, sample, options.skip_bad_rows)))
         length = cast(int, options.max_length)
         encoded = [encode_row(each, target.tokenizer, length, options.skip_bad_rows) for each in texts]
         if seconds is not None:

@@ -112,7 +112,7 @@ def prepare(runs: Sequence[TrainOptions], home: Storage) -> Material:
     _refuse_early(options, target, conversations, for_validation, prompts)
     if options.writes_answers:
         conversations = _regenerated(options, target, conversations, home, trainer)
-    texts = split_conversations(target, conversations)
+    texts = split_conversations(target, conversations, options.skip_bad_rows)
     held_out = set() if for_validation else held_out_numbers(options, conversations)
     excluded = excluded_numbers(options, len(conversations), held_out)
     text = text_to_learn(options, conversations, excluded, target.tokenizer)
@@ -131,7 +131,7 @@ def prepare(runs: Sequence[TrainOptions], home: Storage) -> Material:
         target,
         list(chain.from_iterable(texts)),
         {index for index, number in enumerate(owners) if number in excluded},
-        list(chain.from_iterable(split_conversations(target, for_validation))),
+        list(chain.from_iterable(split_conversations(target, for_validation, options.skip_bad_rows))),
         _fitting(prompts, target, options),
         home,
         trainer,
@@ -147,7 +147,11 @@ def _refuse_early(
 ) -> None:
     """Raises DataError for what the files alone can say, before the target answers."""
     if for_validation:
-        validation_prompts(list(chain.from_iterable(split_conversations(target, for_validation))), target, options)
+        validation_prompts(
+            list(chain.from_iterable(split_conversations(target, for_validation, options.skip_bad_rows))),
+            target,
+            options,
+        )
     else:
         held_out_numbers(options, conversations)
     _fitting(prompts, target, options)

@@ -23,13 +23,16 @@ def test_samples_and_a_summary_are_printed(tmp_path, tiny_target_folder, capsys,
 
 
 def test_a_tokenizer_that_fails_without_a_word(tmp_path, monkeypatch, refused):
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise ValueError
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", fail)
     write_rows(tmp_path / "data.jsonl", chat("a", "hello", "world").to_row())
-    error = refused(main, "--data", str(tmp_path / "data.jsonl"), "--target", "T", alone=True)
-    assert "the tokenizer of T cannot be loaded: ValueError" in error
+    error = refused(main, "--data", str(tmp_path / "data.jsonl"), "--target", str(tmp_path), alone=True)
+    assert "there is no tokenizer in" in error
+    (tmp_path / "tokenizer.json").write_text("{}")
+    error = refused(main, "--data", str(tmp_path / "data.jsonl"), "--target", str(tmp_path), alone=True)
+    assert "cannot be read (ValueError)" in error
 
 
 def test_bad_input_exits_with_status_2(tmp_path, refused):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
+from helpers import with_chat_template
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -341,3 +342,12 @@ def test_estimate_is_close(tiny_target, tmp_path, capsys):
     size = sum(path.stat().st_size for path in tmp_path.glob("shard*"))
     said = float(capsys.readouterr().out.split("about ")[2].split(" kB")[0]) * 1000
     assert 0.9 * size < said < 1.1 * size
+
+
+def test_an_order_of_roles_that_the_template_refuses_is_told_before_anything_is_computed(tiny_target, tiny_tokenizer):
+    strict = Target(tiny_target.model, with_chat_template(tiny_tokenizer, "mistral"))
+    good, bad = Message("user", "Q"), Message("assistant", "A")
+    chats = [Conversation(f"c{n}", (*([good] * (n % 3 == 1)), good, bad)) for n in range(9)]
+    with pytest.raises(DataError, match=r"conversation c1: .* roles must alternate \(3 of 9 .*, or give skip_bad_rows"):
+        split_conversations(strict, chats)
+    assert len(split_conversations(strict, chats, skip_bad_rows=True)) == 9

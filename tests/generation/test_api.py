@@ -138,7 +138,9 @@ def test_chat_leaves_reasoning_out(thinking_target):
     whole = decoder.generate(ids, max_new_tokens=60)[0, ids.shape[1] :].tolist()
     message = thinking_target.message(whole)
     assert message["reasoning_content"]
-    assert decoder.chat(messages, max_new_tokens=60) == message["content"]
+    assert decoder.chat(messages, max_new_tokens=60) == decoder.chat(messages) == message["content"]
+    with pytest.warns(UserWarning, match="ends within its reasoning, after 6 tokens; give a larger max_new_tokens"):
+        assert decoder.chat(messages, max_new_tokens=6) == ""
 
 
 def test_saved_and_loaded_again(tiny_target, tiny_target_folder, tiny_predictor_folder, tmp_path):

@@ -3,12 +3,13 @@
 import hashlib
 import weakref
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from shape.errors import ConfigError, DataError, UnsupportedTarget
+from shape.errors import ConfigError, DataError, TargetMismatch, UnsupportedTarget
 from shape.target.identity import TargetIdentity
 from shape.target.loading import resolve_dtype
 from shape.target.model import _SELECTS, Target
@@ -77,6 +78,15 @@ def test_several_templates_by_name_are_in_the_identity(tiny_target, tiny_tokeniz
         assert [text.split(" (")[0] for text in identity.differences(before)] == ["chat template"]
         hashes.add(identity.template_hash)
     assert len(hashes) == 2  # in whatever order
+
+
+def test_a_changed_chat_template_warns_and_another_target_is_refused(tiny_target, tiny_model, tiny_tokenizer):
+    trained = replace(tiny_target.identity, revision="0ab1")
+    with pytest.warns(UserWarning, match=r"\(revision 0ab1\) with another chat template than .* drafts are verified"):
+        replace(trained, template_hash="of before").require(tiny_target.identity)
+    other = Target(tiny_model("llama", torch.float32, seed=2, vocab_size=len(tiny_tokenizer)), tiny_tokenizer)
+    with pytest.raises(TargetMismatch, match=r"\(revision 0ab1\), and .* differs in output embedding"):
+        trained.require(other.identity)
 
 
 def test_gradients_end_at_the_target(tiny_target, tiny_target_folder):
