@@ -266,13 +266,16 @@ def _attend(query: Tensor, memory: Memory, visible: Tensor | None, own: Memory |
     keys, values = memory
     if visible is not None and visible.shape[1] not in (1, query.shape[2]):
         visible = visible.repeat_interleave(query.shape[2] // visible.shape[1], dim=1)
-    # Finite, so that a root without anything to see (padding) gives numbers and no NaN.
-    lowest = torch.finfo(query.dtype).min
+    # Finite, so that a root without anything to see (padding) gives numbers and no NaN. Under autocast a rotated query is
+    # float32 still, and is cast to what the values are.
+    lowest = max(torch.finfo(part.dtype).min for part in (query, values))
     hidden = None if visible is None else torch.zeros_like(visible, dtype=query.dtype).masked_fill_(~visible, lowest)
     if own is None:
         mask = None if hidden is None else hidden[:, None]
-        grouped = query.shape[1] != keys.shape[1]
-        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=grouped)
+        shared = query.shape[1] // keys.shape[1]
+        if mask is not None and query.is_cuda and shared > 1:  # where kernels take masks or groups, and not both
+            keys, values, shared = keys.repeat_interleave(shared, 1), values.repeat_interleave(shared, 1), 1
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=shared > 1)
     groups, blocks = keys.shape[1], own[0].shape[2]
     query = query.unflatten(1, (groups, -1))
     shared = query.shape[2]

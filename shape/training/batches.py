@@ -61,10 +61,11 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         moved = self.texts and Texts(*(tensor.to(device, non_blocking=True) for tensor in self.texts))
-        return replace(self, samples=self.samples.to(device), texts=moved)
+        return replace(self, samples=self.samples.to(device, non_blocking=True), texts=moved)
 
     def pin_memory(self) -> "Batch":
-        return replace(self, texts=self.texts and Texts(*(tensor.pin_memory() for tensor in self.texts)))
+        pinned = self.texts and Texts(*(tensor.pin_memory() for tensor in self.texts))
+        return replace(self, samples=self.samples.pin_memory(), texts=pinned)
 
 
 class Batches(Dataset[Batch]):

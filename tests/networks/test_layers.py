@@ -97,6 +97,17 @@ def test_a_root_that_sees_nothing_gives_numbers():
         assert gradient.isfinite().all()
 
 
+def test_nor_where_autocast_casts_the_mask():
+    """A float32 query, as normalising and rotating leave it, beside values in bfloat16."""
+    query, keys, values = (
+        torch.randn(1, 2, 2, 4),
+        torch.randn(1, 2, 4, 4),
+        torch.randn(1, 2, 4, 4, dtype=torch.bfloat16),
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attend(query, (keys, values), torch.zeros(1, 2, 4, dtype=torch.bool)).isfinite().all()
+
+
 @given(st.integers(0, 10**6), st.integers(2, 6))
 @settings(max_examples=30)
 def test_coupled_steps_keep_their_marginals(seed, size):
