@@ -131,7 +131,7 @@ def recipes(
                 max_new_tokens=setting.max_new_tokens,
                 verify="json" if task == "json" else None,
             )
-            compile_pack(options, target, ShapeDecoder(target, "suffix").generate)
+            compile_pack(options, lambda: (target, ShapeDecoder(target, "suffix").generate))
         pack = Pack.load(file)
         methods: dict[str, Method] = {"recipes": RecipeDrafter(pack), "draft model": small}
         methods["recipes+suffix"] = HybridDrafter([RecipeDrafter(pack), SuffixDrafter()])

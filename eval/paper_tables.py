@@ -13,12 +13,13 @@ from typing import Any
 from eval import latency
 from eval.all_results import AllResults
 from eval.text_quality.results import AHEAD_NOTE, QualityResults
-from shape.drafters import PREDICTORS, LookaheadDrafter, NgramDrafter
+from shape.drafters import LookaheadDrafter, NgramDrafter
 from shape.evaluation import efficiency
 from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import Estimate
 from shape.evaluation.markdown import DASH, markdown, show
 from shape.evaluation.results import SpeedResults, Summary, speed_and_length
+from shape.networks.registry import PREDICTORS
 
 LOOKAHEAD = "lookahead "  # what methods of Table 11 are called, before the number
 _GRID = re.compile(r"k = (\d+), N = (\d+)")

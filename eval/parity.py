@@ -23,13 +23,13 @@ from tqdm import tqdm
 
 from eval import commands
 from shape import bundled
+from shape.data.backends import until_end
 from shape.drafters import TreeShape
 from shape.errors import ConfigError, ShapeError
 from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import Estimate, Sums, over_prompts, ratio
 from shape.evaluation.markdown import DASH, Table, markdown, share, show
 from shape.evaluation.prompts import chosen_prompts
-from shape.evaluation.runner import until_end
 from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target
 

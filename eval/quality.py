@@ -35,6 +35,7 @@ from eval.text_quality.correctness import final_number, known_number, program
 from eval.text_quality.results import Ahead, QualityRecord, QualityResults, Written
 from eval.text_quality.sandbox import Limits
 from eval.text_quality.similarity import Encoder, Likeness
+from shape.data.backends import sampling
 from shape.data.conversations import Prompt
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
@@ -43,7 +44,7 @@ from shape.evaluation.methods import describe, prompts_hash, target_settings
 from shape.evaluation.options import several
 from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.results import AUTOREGRESSIVE
-from shape.evaluation.runner import Run, Runner, by_decoder, by_transformers, rotated, sampling
+from shape.evaluation.runner import Run, Runner, by_decoder, by_transformers, rotated
 from shape.features.store import Stored
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.options import RuleOptions

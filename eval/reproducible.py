@@ -14,11 +14,12 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 from eval import commands
+from shape.data.backends import sampling
 from shape.data.conversations import Prompt
 from shape.evaluation.estimates import Estimate, Sums, over_prompts, relative_rate
 from shape.evaluation.markdown import DASH, markdown
 from shape.evaluation.prompts import chosen_prompts
-from shape.evaluation.runner import by_decoder, sampling
+from shape.evaluation.runner import by_decoder
 from shape.generation.decoder import ShapeDecoder
 
 DRAFTERS = ("shape", "suffix", "suffix+shape")

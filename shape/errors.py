@@ -4,8 +4,9 @@ import errno
 import logging
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from threading import current_thread, main_thread
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -153,3 +154,10 @@ def _explained(error: OSError | RuntimeError) -> str | None:
 def _report(message: str) -> int:
     print(f"error: {message}", file=sys.stderr)
     return 2
+
+
+def did_you_mean(given: str, known: Collection[str]) -> str:
+    """`; did you mean ...?` for a name that is like one of those known, or is the last part of one; or else nothing."""
+    within = [each for each in known if each.endswith(f".{given.lstrip('-')}")]
+    found = within or get_close_matches(given, list(known), n=1)
+    return f"; did you mean {found[0]}?" if found else ""

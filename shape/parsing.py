@@ -6,14 +6,13 @@ from argparse import SUPPRESS, Action
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from difflib import get_close_matches
 from itertools import islice
 from types import NoneType, UnionType
 from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin
 
 from jsonargparse import ArgumentParser, Namespace
 
-from shape.errors import ConfigError, ShapeError
+from shape.errors import ConfigError, ShapeError, did_you_mean
 
 Options = TypeVar("Options")
 
@@ -204,14 +203,6 @@ def refuse_dry_run_of_file(values: Namespace, arguments: Iterable[str], work: st
     """Raises ConfigError where a file, and not the command line, asks for a dry run."""
     if values.dry_run and not set(DRY_RUN) & set(arguments):
         raise ConfigError(f"dry_run stands in a file, which is read for {work} too; give --dry-run instead")
-
-
-def did_you_mean(given: str, known: Sequence[str] | Any) -> str:
-    """`; did you mean ...?` for a name that is like one of those known, or is the last part of one; or else nothing."""
-    last = given.lstrip("-")
-    within = [each for each in known if each.endswith(f".{last}")]
-    found = within or get_close_matches(given, list(known), n=1)
-    return f"; did you mean {found[0]}?" if found else ""
 
 
 def options_of(kind: type[Options], values: Namespace) -> Options:

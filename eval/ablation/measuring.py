@@ -16,6 +16,7 @@ from eval.ablation.results import Ablation, Anatomy, Figures, Line, Trained
 from eval.ablation.search import SHAPES, speeds_by_shape
 from eval.ablation.texts import texts_of
 from eval.draft_shapes import shaped
+from shape.data.backends import sampling
 from shape.data.conversations import Prompt, evenly_by_category
 from shape.drafters import Drafter, TreeShape, make_drafter
 from shape.errors import ConfigError
@@ -23,7 +24,6 @@ from shape.evaluation.environment import Environment
 from shape.evaluation.methods import Method, TransformersMethod
 from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.results import AUTOREGRESSIVE, SpeedResults, Tally
-from shape.evaluation.runner import sampling
 from shape.evaluation.speed import SpeedSetting, measure
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from shape.drafters import PREDICTORS, Drafter, OracleDrafter, TrainedDrafter, TreeShape
+from shape.drafters import Drafter, OracleDrafter, TrainedDrafter, TreeShape
 from shape.drafters.base import Committed, Wrapped
+from shape.networks.registry import PREDICTORS
 from shape.target.model import Target
 from shape.target.prepack import prepack
 from shape.target.size import size_of

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from shape.parsing import did_you_mean, summary
+from shape.errors import did_you_mean
+from shape.parsing import summary
 
 GROUPS = {
     "Decode": ("generate", "check", "bench"),

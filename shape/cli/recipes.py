@@ -10,8 +10,7 @@ which all samples of a prompt agree, so that what varies from one answer to the 
 only of prompts all of whose samples pass it. `shape generate --pack PACK --misses LOG` logs what a pack did not know.
 """
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shape.data.options import CompileOptions
@@ -54,28 +53,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _compile(values: Any) -> None:
-    from shape.data.reading import load_prompts
     from shape.drafters.recipes.compile import compile_pack
-    from shape.drafters.recipes.misses import read_misses
     from shape.drafters.recipes.pack import inspect
-    from shape.drafters.recipes.verify import make_verify
     from shape.generation.decoder import ShapeDecoder
     from shape.target.loading import of_target
-    from shape.target.model import announce
+    from shape.target.model import Target, announce
+
+    def load() -> tuple[Target, Callable[..., Any]]:
+        decoder = ShapeDecoder.from_pretrained(
+            target=options.target, dtype=options.dtype, drafter="suffix", **of_target(options)
+        )
+        announce(decoder.target)
+        return decoder.target, decoder.generate
 
     options = options_of(CompileOptions, values)
     options.check()
     prepare_file(options.output)
-    if options.verify is not None:  # what is wrong with these is said before a target is loaded
-        make_verify(options.verify)
-    load_prompts(Path(options.prompts), options.chat_template_kwargs)
-    for path in options.misses:
-        read_misses(path)
-    decoder = ShapeDecoder.from_pretrained(
-        target=options.target, dtype=options.dtype, drafter="suffix", **of_target(options)
-    )
-    announce(decoder.target)
-    compile_pack(options, decoder.target, decoder.generate)
+    compile_pack(options, load)
     print(inspect(options.output, 0, None))
 
 

@@ -40,6 +40,20 @@ class Answer:
     tokens: tuple[list[int], list[int]] | None = None
 
 
+def sampling(temperature: float) -> dict[str, Any]:
+    """Options of `generate` that leave a target its own distribution, whatever its generation config prefers: greedy at
+    0, else from all tokens, and without penalties.
+    """
+    if temperature == 0:
+        return {"do_sample": False, "repetition_penalty": 1.0}
+    return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+
+
+def until_end(tokens: list[int], end_tokens: Sequence[int]) -> list[int]:
+    """An answer without the padding behind its end token."""
+    return tokens[: next((at for at, token in enumerate(tokens) if token in end_tokens), len(tokens)) + 1]
+
+
 class Backend(Protocol):
     """Writes answers.
 

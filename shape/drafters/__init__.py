@@ -1,7 +1,6 @@
 """What proposes tokens: one file per drafter, one protocol (``base.Drafter``), one registry of names."""
 
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from importlib.metadata import entry_points
 
 from shape.drafters.base import Committed, Drafter
@@ -15,8 +14,7 @@ from shape.drafters.onedecode import OneDecodeDrafter
 from shape.drafters.suffix import SuffixDrafter
 from shape.drafters.testing import AdversaryDrafter, OracleDrafter
 from shape.drafters.trained import TrainedDrafter
-from shape.errors import ConfigError
-from shape.networks.registry import PREDICTORS
+from shape.errors import ConfigError, did_you_mean
 from shape.verification.tree_shape import TreeShape
 
 _GROUP = "shape.drafters"
@@ -65,11 +63,10 @@ def _make(name: str, given: Mapping[str, Drafter | None]) -> Drafter | None:
     others = entry_points(group=_GROUP)
     if name not in others.names:
         known = ["none", *DRAFTERS, *sorted(others.names - DRAFTERS.keys()), *given]
-        meant = get_close_matches(name, [*known, "shape", "model", "mtp", "recipes"], n=1)
+        meant = did_you_mean(name, [*known, "shape", "model", "mtp", "recipes"])
         raise ConfigError(
-            f"drafter {name!r} is unknown{f'; did you mean {meant[0]}?' if meant else ''}; use one of "
-            f"{', '.join(known)}, or several joined by +; with a predictor, pack or smaller model also shape, recipes "
-            "or model"
+            f"drafter {name!r} is unknown{meant}; use one of {', '.join(known)}, or several joined by +; with a "
+            "predictor, pack or smaller model also shape, recipes or model"
         )
     try:
         return others[name].load()()
@@ -81,7 +78,6 @@ def _make(name: str, given: Mapping[str, Drafter | None]) -> Drafter | None:
 
 __all__ = [
     "DRAFTERS",
-    "PREDICTORS",
     "AdversaryDrafter",
     "Committed",
     "CompressedDrafter",

@@ -19,13 +19,9 @@ class Calibration:
     """Share of a drafter's tokens that were accepted, by the probability that it gave them and by whether they were
     first in a draft, which decides whether the draft is on the right path at all. Until something is known, the
     drafter's own probability.
-
-    Args:
-        memory: after so many tokens of a bin, old ones count half.
     """
 
-    def __init__(self, memory: float = _MEMORY) -> None:
-        self.memory = memory
+    def __init__(self) -> None:
         self._drafted, self._accepted = [0.0] * 2 * _BINS, [0.0] * 2 * _BINS
 
     def __call__(self, claim: float, first: bool) -> float:
@@ -34,7 +30,7 @@ class Calibration:
 
     def add(self, claim: float, first: bool, accepted: bool) -> None:
         at = self._bin(claim, first)
-        if self._drafted[at] >= self.memory:
+        if self._drafted[at] >= _MEMORY:
             self._drafted[at] /= 2
             self._accepted[at] /= 2
         self._drafted[at] += 1

@@ -170,7 +170,7 @@ class HybridDrafter(Drafter):
         """The tree of the only drafter that has one, as it is."""
         name, source = self.drafters[number].name, []
         for proposal, tokens, parents in zip(proposals, tree.tokens.tolist(), tree.parent.tolist(), strict=True):
-            proposal.take_only(number, tokens, parents)
+            proposal.only = number, tokens, parents
             source.append([name if parent >= 0 else None for parent in parents])
         return replace(tree, source=source)
 

@@ -38,6 +38,7 @@ class Proposal:
 
     Attributes:
         expected_before: by drafter that was called, the accepted tokens expected from those before it.
+        only: where one drafter alone has a tree: which, and its tokens and parents as they are.
     """
 
     def __init__(self, length: int) -> None:
@@ -46,7 +47,7 @@ class Proposal:
         self.nodes: list[Node] = []
         self._number: dict[tuple[int, int], int] = {}  # by parent and token
         self._children: list[list[Node]] = [[]]
-        self._only: tuple[int, list[int], list[int]] | None = None
+        self.only: tuple[int, list[int], list[int]] | None = None
 
     @property
     def expected(self) -> float:
@@ -81,10 +82,6 @@ class Proposal:
             number = self._number[parent, token] = len(self.nodes)
         return number
 
-    def take_only(self, drafter: int, tokens: list[int], parents: list[int]) -> None:
-        """The tree of the only drafter that has one, as it is."""
-        self._only = drafter, tokens, parents
-
     def best(self, count: int) -> tuple[Drafted, list[list[int]]]:
         """The likeliest nodes, parents first, and each one's drafters."""
         drafted = [(node.token, node.parent, node.joint) for node in self.nodes]
@@ -106,8 +103,8 @@ class Proposal:
 
     def gains(self, text: Sequence[int]) -> dict[int, int]:
         """By drafter that was asked, how many accepted tokens would not have been accepted without it."""
-        if self._only is not None:
-            only, tokens, parents = self._only
+        if self.only is not None:
+            only, tokens, parents = self.only
             numbers = {(parents[at], tokens[at]): at for at in range(len(tokens) - 1, 0, -1)}  # the first of duplicates
             accepted = len(_walk(numbers, text))
             return {drafter: accepted if drafter == only else 0 for drafter in self.expected_before}

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shape import bundled
+from shape.data.backends import sampling
 from shape.drafters import Drafter, NgramDrafter, TrainedDrafter, TreeShape, make_drafter
 from shape.drafters.cost import Costs, break_even, expected_length
 from shape.drafters.recipes.drafter import RecipeDrafter
@@ -22,7 +23,6 @@ from shape.evaluation.markdown import show
 from shape.evaluation.options import CheckOptions
 from shape.evaluation.prompts import chosen_prompts, refuse_shared_ids
 from shape.evaluation.results import SpeedResults
-from shape.evaluation.runner import sampling
 from shape.evaluation.speed import SpeedSetting, measure
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.loading import draft_dtype, refuse_unknown

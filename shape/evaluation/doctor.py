@@ -13,14 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shape.data.backends import sampling
 from shape.data.conversations import Prompt
-from shape.drafters import PREDICTORS, TrainedDrafter, TreeShape
-from shape.evaluation.runner import sampling
+from shape.drafters import TrainedDrafter, TreeShape
 from shape.features.store import Stored
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput
 from shape.networks.base import Predictor
 from shape.networks.decoder import layers_like
+from shape.networks.registry import PREDICTORS
 from shape.networks.teacher_forcing import teacher_forced
 from shape.target.inference import evaluating
 from shape.target.model import Target

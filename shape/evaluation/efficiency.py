@@ -14,6 +14,7 @@ import torch
 from rich.table import Table as ScreenTable
 from tqdm.auto import tqdm
 
+from shape.data.backends import sampling
 from shape.drafters import Drafter, OracleDrafter, make_drafter
 from shape.errors import ConfigError, DataError, UnsupportedTarget
 from shape.evaluation.environment import Environment
@@ -23,7 +24,7 @@ from shape.evaluation.markdown import Table, markdown, on_screen, show
 from shape.evaluation.options import EfficiencyOptions, several
 from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.results import AUTOREGRESSIVE
-from shape.evaluation.runner import Run, by_decoder, by_transformers, rotated, sampling, synchronise
+from shape.evaluation.runner import Run, by_decoder, by_transformers, rotated, synchronise
 from shape.evaluation.speed import refuse_results
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.stats import Step

@@ -1,4 +1,4 @@
-"""What all measurements share: sampling options, padded batches, turns in rotation, and one stopwatch for every method.
+"""What all measurements share: padded batches, turns in rotation, and one stopwatch for every method.
 
 A call of transformers' `generate` and one of `ShapeDecoder.generate` give the same `Run`, timed alike: the first token
 ends the prefill, and the last one, read to the host, ends decoding.
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
+from shape.data.backends import until_end
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput
 from shape.generation.prompts import Context, side_by_side
@@ -50,18 +51,6 @@ class Run:
 
 # Answers contexts, with a seed for each (transformers takes the first alone).
 Runner = Callable[[Sequence[Context], Sequence[int]], Run]
-
-
-def sampling(temperature: float) -> dict[str, Any]:
-    """Options of `generate`: greedy at 0, else from all tokens; what a drafter has learned has no penalties either."""
-    if temperature == 0:
-        return {"do_sample": False, "repetition_penalty": 1.0}
-    return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
-
-
-def until_end(tokens: list[int], end_tokens: Sequence[int]) -> list[int]:
-    """An answer without the padding behind its end token."""
-    return tokens[: next((at for at, token in enumerate(tokens) if token in end_tokens), len(tokens)) + 1]
 
 
 def rotated(items: Sequence[Item], turn: int) -> list[Item]:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from shape.data.backends import sampling
 from shape.data.conversations import Conversation, Prompt
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
@@ -41,7 +42,7 @@ from shape.evaluation.methods import (
 )
 from shape.evaluation.prompts import refuse_shared_ids
 from shape.evaluation.results import Detail, PromptRecord, SpeedResults, Tally
-from shape.evaluation.runner import Run, Runner, by_decoder, by_transformers, rotated, sampling
+from shape.evaluation.runner import Run, Runner, by_decoder, by_transformers, rotated
 from shape.files import reading
 from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target

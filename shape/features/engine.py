@@ -18,7 +18,8 @@ from torch import Tensor
 from shape.data.encoding import Encoded
 from shape.data.endpoint import Endpoint, EndpointError
 from shape.errors import FeatureStoreError
-from shape.features.store import TOLERANCE, relative_error
+from shape.features.store import TOLERANCE
+from shape.target.inference import relative_error
 from shape.target.model import Target
 
 
@@ -75,7 +76,7 @@ class EngineStates:
     def _check(self, text: Encoded, states: Tensor, layers: Sequence[int], flags: str) -> None:
         """Compare with the target here, so that wrong layers or weights show at once."""
         own = self.target.features(text.input_ids[None].to(self.target.device), layers)[0]
-        error, tolerance = relative_error(own, states), TOLERANCE[torch.bfloat16]
+        error, tolerance = relative_error(states, own), TOLERANCE[torch.bfloat16]
         if not error <= tolerance:
             raise FeatureStoreError(
                 f"the states that endpoint {self.endpoint.url} gives are not those of target {self.target.name} "

@@ -28,7 +28,7 @@ from shape.data.endpoint import Endpoint
 from shape.data.reading import load_conversations
 from shape.errors import ConfigError, DataError, DiskSpaceError, FeatureStoreError
 from shape.features.engine import EngineStates
-from shape.features.manifest import MANIFEST, Manifest, refuse_others
+from shape.features.manifest import MANIFEST, Manifest, refuse_others, state_bytes
 from shape.features.options import ExtractOptions, FeatureOptions, longest
 from shape.features.positions import eligible, stored_positions
 from shape.features.shards import load_checked, missing_shards, quantise, shard_name, write_shard
@@ -267,7 +267,8 @@ class _Extraction(pl.LightningModule):
             counts.append((len(text.input_ids), int(states.sum())))
         tokens, states = (math.ceil(sum(each) / len(each) * len(todo)) for each in zip(*counts, strict=True))
         text_bytes = 5 * tokens + 8 * len(todo)  # int32 ids and mask, offsets
-        size = states * manifest.bytes_per_state + text_bytes + 512 * len(missing)
+        each = state_bytes(manifest.dtype, manifest.hidden_size, len(manifest.layers))
+        size = states * each + text_bytes + 512 * len(missing)
         free = math.inf if folder is None else shutil.disk_usage(folder).free
         summary = (
             f"features: about {tokens:,} tokens x {len(manifest.layers)} layer(s) x {manifest.hidden_size} in "

@@ -92,11 +92,6 @@ class Manifest:
         """Of the states as they are read: those of int8 are as exact in bfloat16."""
         return torch.bfloat16 if self.dtype == "int8" else self.stored_dtype
 
-    @property
-    def bytes_per_state(self) -> int:
-        """Of all layers of one position."""
-        return state_bytes(self.dtype, self.hidden_size, len(self.layers))
-
     def conversations_of(self, shard: int) -> range:
         start = shard * self.shard_size
         return range(start, min(start + self.shard_size, self.conversations))

@@ -18,6 +18,7 @@ from shape.features.shards import dequantise, headers, load_checked, load_shard,
 from shape.features.storage import LocalCopies, Storage
 from shape.files import cache_folder
 from shape.target.identity import TargetIdentity
+from shape.target.inference import relative_error
 from shape.target.model import Target
 
 _ROOM = 50 * 10**9
@@ -247,17 +248,12 @@ class FeatureStore(Sequence[Stored]):
             there = self._kept[shard][span] if self._kept else slice(None)
             ids = stored.input_ids[None].to(target.device)
             fresh = target.features(ids, layers=self.layers)[0].cpu()[there]
-            error = relative_error(fresh, stored.hidden[there])
+            error = relative_error(stored.hidden[there], fresh)
             if not error <= tolerance:
                 raise FeatureStoreError(
                     f"features in {self.storage} are not what target {target.name} computes now (conversation "
                     f"{index} differs by {error:.1%}, at most {tolerance:.1%} is rounding); extract again"
                 )
-
-
-def relative_error(wanted: Tensor, found: Tensor) -> float:
-    """Of states, over all of them; to be compared with `TOLERANCE`."""
-    return float((wanted.float() - found.float()).norm() / wanted.float().norm())
 
 
 def _names(shards: list[int]) -> str:

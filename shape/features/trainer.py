@@ -110,12 +110,13 @@ class TrainerOptions:
             return self.precision
         import torch
 
+        from shape.target.inference import multiplies_bfloat16
+
         if self.accelerator in ("auto", "cuda", "gpu") and torch.cuda.is_available():
-            fast = torch.cuda.is_bf16_supported(including_emulation=False)
-        else:  # Lightning would prefer mps where there is one, and that has no fast bfloat16 to rely on
-            on_cpu = self.accelerator == "cpu" or not torch.backends.mps.is_available()
-            fast = on_cpu and torch.cpu._is_avx512_bf16_supported()  # type: ignore[attr-defined]
-        return "bf16-mixed" if fast else "32-true"
+            device = "cuda"
+        else:  # Lightning prefers mps where there is one
+            device = "mps" if self.accelerator != "cpu" and torch.backends.mps.is_available() else "cpu"
+        return "bf16-mixed" if multiplies_bfloat16(torch.device(device)) else "32-true"
 
     def _chosen_strategy(self) -> Any:
         """What Lightning takes for the name."""

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from shape.data.backends import Answer, Backend, Request
+from shape.data.backends import Answer, Backend, Request, sampling, until_end
 from shape.data.endpoint import Endpoint, EndpointBackend
 from shape.data.reading import load_conversations
 from shape.data.regeneration import Share, Summary, check_output, in_every_process, regenerate, require_prompts
@@ -80,15 +80,12 @@ class LocalBackend:
 
     def _decode(self, prompts: list[list[int]], sampled: bool, seeds: list[int]) -> list[list[int]]:
         input_ids, mask = side_by_side(prompts, self.decoder.target.device)
-        # top_k 0 and a penalty of 1: the target's own distribution, whatever its generation config prefers of these.
-        sampling = {"do_sample": True, "temperature": self.temperature, "top_k": 0, "top_p": 1.0}
         sequences = self.decoder.generate(
             input_ids,
             attention_mask=mask,
             seed=seeds,
             max_new_tokens=self.max_new_tokens,
-            repetition_penalty=1.0,
-            **(sampling if sampled else {"do_sample": False}),
+            **sampling(self.temperature if sampled else 0.0),
         )
         assert isinstance(sequences, torch.Tensor)
         return sequences[:, input_ids.shape[1] :].tolist()
@@ -102,7 +99,7 @@ class LocalBackend:
             message = Message("assistant", text)
         else:
             message = answer_message(said, tokenizer, request.template)
-        tokens = prompt, ids if end is None else ids[: end + 1]
+        tokens = prompt, until_end(ids, ends)
         # A cut may fall inside a character, whose first bytes alone are no text.
         text = message.content if end is not None else message.content.rstrip("\ufffd")
         return Answer(text, end is not None, message.more, tokens)
@@ -116,8 +113,7 @@ def _check(options: RegenerationOptions) -> None:
 
 
 def make_backend(options: RegenerationOptions) -> Backend:
-    """The backend that the options ask for. Raises ConfigError if they contradict each other."""
-    _check(options)
+    """The backend that the options ask for."""
     if options.endpoint is None:
         decoder = ShapeDecoder.from_pretrained(
             target=options.target, dtype=options.dtype, drafter="none", **of_target(options)

@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from shape import bundled
-from shape.drafters import PREDICTORS, Drafter, ModelDrafter, TrainedDrafter, TreeShape, make_drafter
+from shape.drafters import Drafter, ModelDrafter, TrainedDrafter, TreeShape, make_drafter
 from shape.drafters.lengths import DraftLength
 from shape.drafters.recipes.drafter import RecipeDrafter
 from shape.drafters.recipes.pack import Pack
@@ -19,7 +19,9 @@ from shape.networks.base import Predictor
 from shape.networks.config import ShapeConfig
 from shape.networks.formats.table import format_of
 from shape.networks.formats.table import load as load_foreign
+from shape.networks.registry import PREDICTORS
 from shape.target.identity import TargetIdentity
+from shape.target.inference import multiplies_bfloat16
 from shape.target.loading import FILE_OPTIONS, HUB_OPTIONS, SOURCE, first_line, only, resolve_device
 from shape.target.model import Target
 from shape.target.prepack import prepack
@@ -168,10 +170,7 @@ def draft_dtype(target: Target, device: torch.device) -> torch.dtype:
     """bfloat16 where the hardware multiplies in it: a draft's rounding costs acceptance, never a token."""
     if device.type == target.device.type and target.dtype != torch.float32:
         return target.dtype
-    fast = device.type == "cuda" or (
-        device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()  # type: ignore[attr-defined]
-    )
-    return torch.bfloat16 if fast else torch.float32
+    return torch.bfloat16 if multiplies_bfloat16(device) else torch.float32
 
 
 def _predictor_and_target(

@@ -21,7 +21,7 @@ from shape.verification.cache import KVCache
 from shape.verification.forward import attending, tree_logits
 from shape.verification.noise import all_hashes
 from shape.verification.sampling import Sampler
-from shape.verification.tree import TokenTree, root_only, rows_of
+from shape.verification.tree import root_only, rows_of
 
 AHEAD = 2  # steps enqueued before the first of them is read
 _RECOMPILES = 256
@@ -202,7 +202,8 @@ class Stage:
         sampler.commit(lengths)
         drafted = drafter.draft(self.state, self.memory, lengths, self.root, sampler) if drafts else None
         tree = StaticTree.of(root_only(self.root) if drafted is None else drafted)
-        states, logits = self.forward(tree)
+        cache.expect(tree.size)
+        states, logits = tree_logits(self.target, self.support, cache, tree, drafter.layers)
         accepted = sampler.match(logits, tree)
         deepest = drafter.depth + 1 if drafts else 1
         path, tokens, counts = accepted.path[:, :deepest], accepted.tokens[:, :deepest], accepted.counts
@@ -218,11 +219,6 @@ class Stage:
             self.memory.lengths.copy_(cache.lengths)
         self.root.copy_(tokens.gather(1, counts[:, None] - 1)[:, 0])
         self.out[:, : 2 + deepest] = torch.cat([counts[:, None], proposed[:, None], tokens], dim=1)
-
-    def forward(self, tree: TokenTree) -> tuple[Tensor, Tensor]:
-        """``tree_logits`` over the whole width, under an explicit mask."""
-        self.cache.expect(tree.size)
-        return tree_logits(self.target, self.support, self.cache, tree, self.drafter.layers)
 
     def fill(self, content: "BatchState | Stage", rows: Tensor) -> None:
         """Take these sequences, (R,) int64, of a call; what those behind them compute is not read."""

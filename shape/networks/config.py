@@ -342,8 +342,10 @@ class ShapeConfig(PreTrainedConfig):
             )
         if self.own_embeddings and self.vocab_size is None:
             raise ConfigError("own_embeddings makes weights for each token of the target: give vocab_size")
-        self._check_medusa()
-        self._check_eagle()
+        if self.shared_head and not self.own_heads:
+            raise ConfigError("shared_head is for own_heads: give both, or neither to use the target's head")
+        if self.norm_before_fc and self.fc_norm:
+            raise ConfigError("norm_before_fc and fc_norm are both given: features are normalised together or each")
         if self.kind == "mtp" and self.num_layers != 1:
             raise ConfigError(f"num_layers is {self.num_layers}: kind mtp has one decoder layer")
         if self.has_decoder_layers and self.num_layers < 1:
@@ -430,10 +432,6 @@ class ShapeConfig(PreTrainedConfig):
                 f"{self.num_layers} layers: give as many"
             )
 
-    def _check_medusa(self) -> None:
-        if self.shared_head and not self.own_heads:
-            raise ConfigError("shared_head is for own_heads: give both, or neither to use the target's head")
-
     def _check_block(self) -> None:
         if self.kind != "block":
             return
@@ -458,10 +456,6 @@ class ShapeConfig(PreTrainedConfig):
                 "markov_head_type is rnn, whose state would begin at the place that drafts nothing: give "
                 "sample_from_anchor with it"
             )
-
-    def _check_eagle(self) -> None:
-        if self.norm_before_fc and self.fc_norm:
-            raise ConfigError("norm_before_fc and fc_norm are both given: features are normalised together or each")
 
 
 def _require_known(options: dict[str, Any]) -> None:

@@ -266,8 +266,8 @@ def _attend(query: Tensor, memory: Memory, visible: Tensor | None, own: Memory |
     keys, values = memory
     if visible is not None and visible.shape[1] not in (1, query.shape[2]):
         visible = visible.repeat_interleave(query.shape[2] // visible.shape[1], dim=1)
-    # Finite, so that a root without anything to see (padding) gives numbers and no NaN. Under autocast a rotated query is
-    # float32 still, and is cast to what the values are.
+    # Finite, so that a root without anything to see (padding) gives numbers and no NaN; also where autocast casts a
+    # rotated query, which is float32 still, to what the values are.
     lowest = max(torch.finfo(part.dtype).min for part in (query, values))
     hidden = None if visible is None else torch.zeros_like(visible, dtype=query.dtype).masked_fill_(~visible, lowest)
     if own is None:

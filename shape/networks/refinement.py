@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from shape.networks.config import ShapeConfig
 from shape.networks.layers import normalise, scale
 from shape.networks.transport import LastUpdate, gibbs_kernel, scaled, squared_distances
+from shape.target.inference import state_of
 
 
 class Share(nn.Module):
@@ -108,7 +109,7 @@ class SinkhornRefinement(nn.Module):
         weight = self.expand.weight
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or weight.device.type != "cpu":
             return gibbs_kernel(squared_distances(weight.T), self.epsilon)
-        state = (weight.data_ptr(), weight._version, weight.dtype)
+        state = (*state_of(weight), weight.dtype)
         if self._made is None or self._made[0] != state:
             self._made = state, gibbs_kernel(squared_distances(weight.T), self.epsilon)
         return self._made[1]

@@ -37,6 +37,13 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether the hardware does, as fast as its other products; Apple's is not known to."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()  # type: ignore[attr-defined]
+
+
 def host_by_default() -> AbstractContextManager[Any]:
     """Within it tensors of no named device are the host's, whatever ``torch.set_default_device`` says."""
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
@@ -46,6 +53,12 @@ def keeps_frequencies(module: nn.Module) -> bool:
     """Whether a module, if it is a rotary embedding, has the same frequencies for texts of every length."""
     kinds = str(vars(module).get("rope_type"))  # a name, or one for each kind of layer
     return "dynamic" not in kinds and "longrope" not in kinds
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Root mean square error relative to the expected values; NaN compares as failure."""
+    found, expected = found.cpu().double(), expected.cpu().double()  # Apple's accelerators have no float64
+    return float((found - expected).norm() / expected.norm())
 
 
 def state_of(weight: Tensor) -> tuple[int, int]:

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping, Set
 from dataclasses import asdict
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from transformers.models.auto import tokenization_auto
 from transformers.utils import cached_file, extract_commit_hash
 
 from shape import bundled
-from shape.errors import ConfigError, UnsupportedTarget
+from shape.errors import ConfigError, UnsupportedTarget, did_you_mean
 from shape.target.options import AnsweringOptions, PairOptions, PlacedOptions, TargetOptions
 
 # Where hub repositories are read from, in transformers' words. A revision is one repository's own; the rest serves the
@@ -227,8 +226,8 @@ def first_line(error: BaseException) -> str:
 def unknown_option(target: Any, error: TypeError) -> ConfigError:
     """What to say where a model was given an option that it does not know."""
     unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-    meant = get_close_matches(unknown[1], _OFTEN_GIVEN, n=1) if unknown else []
+    meant = did_you_mean(unknown[1], _OFTEN_GIVEN) if unknown else ""
     return ConfigError(
         f"target {target} cannot be loaded with these options ({first_line(error)}); give such as ours, or "
-        f"transformers' from_pretrained, takes{f'; did you mean {meant[0]}?' if meant else ''}"
+        f"transformers' from_pretrained, takes{meant}"
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from shape.errors import UnsupportedGeneration
+from shape.target.inference import relative_error
 from shape.target.support import cache_name
 
 if TYPE_CHECKING:
@@ -86,25 +87,22 @@ def find_switch(target: "Target") -> Switch | None:
         positions = torch.arange(_SEEN + 1)[None]
         positions[0, -1] = reach - 1
         states = target.hidden(ids.to(target.device), position_ids=positions.to(target.device))
-        return states[:, :_SEEN].cpu().double()  # devices may have no float64
-
-    def change(one: Tensor, two: Tensor) -> float:
-        return float((one - two).norm() / two.norm())
+        return states[:, :_SEEN]
 
     near = seen(_SEEN + 1)
     # What the last token is may show too, by rounding: experts share their products with it.
-    least = max(_LEAST, torch.finfo(target.dtype).eps, 2 * change(seen(_SEEN + 1, other), near))
+    least = max(_LEAST, torch.finfo(target.dtype).eps, 2 * relative_error(seen(_SEEN + 1, other), near))
     far = seen(last)
-    if change(far, near) <= least:
+    if relative_error(far, near) <= least:
         return None
     first, second = _SEEN + 1, last
     while second - first > 1:
         middle = (first + second) // 2
-        if change(seen(middle), near) <= least:
+        if relative_error(seen(middle), near) <= least:
             first = middle
         else:
             second = middle
-    if change(seen(second), far) > least:
+    if relative_error(seen(second), far) > least:
         return Switch(first, unserved="goes on changing it with every token", steady=False)
     return _switch_at(target, first)
 

@@ -9,12 +9,12 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
+from shape.data.backends import sampling
 from shape.data.conversations import Prompt, evenly, evenly_by_category
 from shape.evaluation.doctor import acceptance, in_chains
 from shape.evaluation.environment import Environment, matrix_product_peak, peak_memory
 from shape.evaluation.methods import Configured
 from shape.evaluation.results import SpeedResults
-from shape.evaluation.runner import sampling
 from shape.evaluation.speed import SpeedSetting, measure
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from shape.data.backends import sampling
 from shape.drafters import Drafter
 from shape.errors import CheckpointError
 from shape.evaluation.estimates import estimate, ratio
-from shape.evaluation.runner import sampling
 from shape.files import written_whole
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput

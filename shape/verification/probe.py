@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from shape.errors import UnsupportedTarget
-from shape.target.inference import evaluating, host_by_default
+from shape.target.inference import evaluating, host_by_default, relative_error
 from shape.target.model import Target
 from shape.target.openvino import OpenVinoTarget
 from shape.target.support import LayerShape, Support
@@ -68,7 +68,7 @@ def _probe_converted(target: OpenVinoTarget) -> Support:
             raise UnsupportedTarget(f"target {target.name} cannot be converted to OpenVINO ({why}); use backend torch")
         expected = target.hidden(prompt)
         target.convert(support)
-        if target.quantized is None and not _distance(target.hidden(prompt), expected) <= allowed:
+        if target.quantized is None and not relative_error(target.hidden(prompt), expected) <= allowed:
             reason = "its states are not those of torch"
     assert target.converted is not None
     reason = reason or _near_failure(target, target.converted, prompt, drafts, allowed)
@@ -154,7 +154,7 @@ def _cache_shapes(target: Target, prompt: Tensor) -> tuple[list[LayerShape], flo
     cache, positions = DynamicCache(config=target.model.config), torch.arange(prompt.shape[1], device=prompt.device)
     parts = [slice(-3), slice(-3, None)]
     states = [target.hidden(prompt[:, part], position_ids=positions[None, part], cache=cache) for part in parts]
-    noise = _distance(torch.cat(states, dim=1), target.hidden(prompt))
+    noise = relative_error(torch.cat(states, dim=1), target.hidden(prompt))
     if any(isinstance(layer, RECURRENT) for layer in cache.layers):
         return [], 0.0  # of some the cached forward begins anew, which is no noise
     shapes = []
@@ -188,7 +188,7 @@ def _sensitivity(target: Target, prompt: Tensor, change: float) -> float:
     still = target.hidden(prompt)
     hook = target.model.get_input_embeddings().register_forward_hook(move)
     try:
-        return _distance(target.hidden(prompt), still)
+        return relative_error(target.hidden(prompt), still)
     finally:
         hook.remove()
 
@@ -214,7 +214,7 @@ def _mixing(target: Target, prompt: Tensor) -> tuple[float, str]:
         busy = False
         if torch.equal(again[0, :-1], found[0, :-1]):
             return
-        distance = _distance(again[0, :-1], found[0, :-1])
+        distance = relative_error(again[0, :-1], found[0, :-1])
         if not distance <= worst:
             worst, where = distance, f"{name} ({type(module).__name__})"
 
@@ -267,7 +267,7 @@ def _tolerance(target: Target) -> float:
 
 def _check_logits(target: Target, prompt: Tensor) -> None:
     expected = target.model(input_ids=prompt, use_cache=False).logits
-    distance = _distance(target.logits(target.hidden(prompt)), expected)
+    distance = relative_error(target.logits(target.hidden(prompt)), expected)
     if not distance <= _tolerance(target):
         raise UnsupportedTarget(
             f"target {target.name} computes its logits in a way that is not known here (off by {distance:.2g}); "
@@ -308,7 +308,7 @@ def _near_failure(target: Target, support: Support, prompt: Tensor, drafts: Tens
             path = tree.ancestors[row, node].nonzero()[:, 0]
             text = torch.cat([prompt[row, :length], tree.tokens[row, path]])
             expected[row, node] = target.hidden(text[None])[0, -1]
-    distances = _distance(states, expected), _distance(single[0, 0], expected[0, 0])
+    distances = relative_error(states, expected), relative_error(single[0, 0], expected[0, 0])
     return None if all(one <= allowed for one in distances) else f"states are off by {max(distances):.2g}"
 
 
@@ -325,7 +325,7 @@ def _many_failure(target: Target, support: Support, prompt: Tensor, count: int, 
     except Exception as error:
         return f"it raises {type(error).__name__} over {count} tokens"
     expected = target.hidden(torch.cat([prompt, tokens], dim=1))[:, length:]
-    distance = _distance(states, expected)
+    distance = relative_error(states, expected)
     return None if distance <= allowed else f"states are off by {distance:.2g} over {count} tokens"
 
 
@@ -346,7 +346,7 @@ def _far_failure(target: Target, support: Support, tree: TokenTree, allowed: flo
         positions = length + torch.arange(len(path), device=path.device)
         found = target.hidden(tree.tokens[:, path], position_ids=positions[None], cache=cache)
         expected[0, node] = found[0, -1]
-    distance = _distance(states, expected)
+    distance = relative_error(states, expected)
     return None if distance <= allowed else f"states are off by {distance:.2g} behind {length} tokens"
 
 
@@ -364,13 +364,7 @@ def _chain_failure(target: Target, support: Support, prompt: Tensor, drafts: Ten
         return f"it raises {type(error).__name__}"
     expected = target.hidden(torch.cat([prompt, drafts], dim=1))[:, prompt.shape[1] :]
     text = torch.cat([prompt, drafts[:, :accepted], others], dim=1)
-    distance = max(_distance(states, expected), _distance(behind, target.hidden(text)[:, -others.shape[1] :]))
+    distance = max(relative_error(states, expected), relative_error(behind, target.hidden(text)[:, -others.shape[1] :]))
     if not distance <= allowed:
         return f"states are off by {distance:.2g}"
     return None if support.recurrent else _far_failure(target, support, tree, allowed)
-
-
-def _distance(found: Tensor, expected: Tensor) -> float:
-    """Root mean square error relative to the expected values; NaN compares as failure."""
-    found, expected = found.cpu().double(), expected.cpu().double()  # Apple's accelerators have no float64
-    return float(((found - expected).pow(2).mean() / expected.pow(2).mean()).sqrt())

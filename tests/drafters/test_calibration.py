@@ -6,12 +6,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shape.drafters import calibration
 from shape.drafters.calibration import Calibration, PathChances
 from shape.verification.tree import TokenTree
 
 
-def test_calibration_begins_with_the_claim_and_forgets():
-    odds = Calibration(memory=16)
+def test_calibration_begins_with_the_claim_and_forgets(monkeypatch):
+    monkeypatch.setattr(calibration, "_MEMORY", 16)
+    odds = Calibration()
     assert odds(0.37, True) == pytest.approx(0.37)
     for _ in range(100):
         odds.add(0.35, True, True)

@@ -17,6 +17,7 @@ from training_runs import CONVERSATIONS, OPTIONS, data_of, extraction_trainer, f
 from shape.data.conversations import Conversation
 from shape.errors import ConfigError, FeatureStoreError
 from shape.features.extraction import extract
+from shape.features.manifest import state_bytes
 from shape.features.options import FeatureOptions
 from shape.features.positions import eligible, stored_positions
 from shape.features.shards import dequantise, quantise
@@ -204,7 +205,7 @@ def test_int8_halves_the_bytes_and_is_read_like_the_rest(whole, tiny_target, tmp
     half, small = (
         run(tiny_target, tmp_path / dtype, feature_dtype=dtype, more_layers=[1]) for dtype in ("bfloat16", "int8")
     )
-    assert small.manifest.bytes_per_state == 2 * (32 + 2) and half.manifest.bytes_per_state == 2 * 64
+    assert state_bytes(small.manifest.dtype, 32, 2) == 2 * (32 + 2) and state_bytes(half.manifest.dtype, 32, 2) == 2 * 64
     small.verify(tiny_target)
     around, expected = (store.gather(whole.roots(), 3, 3) for store in (small, whole))
     assert around.hidden.dtype == torch.bfloat16 and torch.equal(around.input_ids, expected.input_ids)

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, ones_like
 from tqdm.auto import tqdm
 
+from shape.data.backends import sampling, until_end
 from shape.data.conversations import evenly_by_category
 from shape.data.options import CompileOptions
 from shape.data.reading import load_prompts
@@ -38,36 +39,33 @@ def agreed(samples: Sequence[Sequence[int]], shortest: int) -> Iterator[tuple[in
             yield tuple(first[end - matched[end] : end])
 
 
-def compile_pack(options: CompileOptions, target: Target, generate: Callable[..., Any]) -> Pack:
+def compile_pack(options: CompileOptions, load: Callable[[], tuple[Target, Callable[..., Any]]]) -> Pack:
     """Answer the prompts, keep what their samples agree on, and write the pack.
 
     A prompt counts where all of its answers pass ``options.verify``.
 
     Args:
-        generate: ``ShapeDecoder.generate`` of the target.
+        load: gives the target and ``ShapeDecoder.generate`` of it, once all files have been read.
     """
     verify = None if options.verify is None else make_verify(options.verify)
     prompts = load_prompts(Path(options.prompts), options.chat_template_kwargs)
     prompts = evenly_by_category(prompts, options.limit)
     misses = [miss for path in options.misses for miss in read_misses(path)]
+    target, generate = load()
     counts, refused = Counts(), 0
     samples = options.samples if options.temperature > 0 else 1
     for number, prompt in enumerate(tqdm(prompts, desc="compile", unit="prompt")):
         ids = target.encode(prompt.opening, prompt.template)
-        sampled: dict[str, Any] = {"do_sample": options.temperature > 0}
-        if options.temperature > 0:
-            sampled |= {"temperature": options.temperature, "top_k": 0, "num_return_sequences": samples}
-        out: Tensor = generate(
-            ids, ones_like(ids), max_new_tokens=options.max_new_tokens, seed=options.seed + number, **sampled
-        )
+        how = {"max_new_tokens": options.max_new_tokens, "seed": options.seed + number, "num_return_sequences": samples}
+        out: Tensor = generate(ids, ones_like(ids), **how, **sampling(options.temperature))
         if verify is not None:
             texts = [target.tokenizer.decode(row, skip_special_tokens=True) for row in out[:, ids.shape[1] :].tolist()]
             if not all(verify(prompt, text) for text in texts):
                 refused += 1
                 continue
         # The prompt's end belongs to it: recipes for how an answer begins.
-        start = max(ids.shape[1] - options.prefix, 0)
-        answers = [_until_end(row[start:], ids.shape[1] - start, target.eos_token_ids) for row in out.tolist()]
+        start, end = max(ids.shape[1] - options.prefix, 0), ids.shape[1]
+        answers = [row[start:end] + until_end(row[end:], target.eos_token_ids) for row in out.tolist()]
         counts += recipes_of(agreed(answers, options.prefix + 1), options.prefix, options.depth)
     if refused:
         told = f"{refused} of {len(prompts)} prompts are left out: an answer to them did not pass {options.verify}"
@@ -76,9 +74,3 @@ def compile_pack(options: CompileOptions, target: Target, generate: Callable[...
     pack = pack_of(target.identity, counts, samples, len(prompts) - refused, options.most)
     pack.save(options.output)
     return pack
-
-
-def _until_end(tokens: Sequence[int], least: int, ends: Sequence[int]) -> list[int]:
-    """Tokens up to the first end token behind the first `least`, which is the last one that counts."""
-    at = next((at for at in range(least, len(tokens)) if tokens[at] in ends), len(tokens) - 1)
-    return list(tokens[: at + 1])

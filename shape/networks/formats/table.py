@@ -72,7 +72,7 @@ def load(
     if name is None:
         raise CheckpointError(f"checkpoint {source} is of no known format ({', '.join(FORMATS)}); name it with --from")
     named = speculators.verifier(checkpoint.config) or checkpoint.config.get("base_model_name_or_path")
-    named = str(source) if name is not None and FORMATS[name].prefix else named
+    named = str(source) if FORMATS[name].prefix else named
     known = TargetFacts() if target is None else TargetFacts.of(target, **only(SOURCE | {"trust_remote_code"}, hub))
     try:
         config, weights = FORMATS[name].read(checkpoint, known)

@@ -55,14 +55,14 @@ def test_prompts_count_where_every_answer_passes(tiny_target, tmp_path, answers,
     left = list(answers)
 
     def generate(ids, mask, **options):
-        assert options["num_return_sequences"] == 2
+        assert options["num_return_sequences"] == 2 and options["top_p"] == options["repetition_penalty"] == 1.0
         rows = [good, good if left.pop(0) else bad]
         return torch.cat([ids.expand(2, -1), torch.tensor(rows)], dim=1)
 
     options = CompileOptions(
         target="tiny", prompts=str(asked), output=str(tmp_path / "made.pack"), samples=2, prefix=2, verify="json"
     )
-    made = compile_pack(options, tiny_target, generate)
+    made = compile_pack(options, lambda: (tiny_target, generate))
     assert made.prompts == counted and (made.recipes != ()) == (counted > 0)
 
 
@@ -79,9 +79,9 @@ def test_what_was_missed_twice_is_compiled_too(tiny_target, tmp_path):
     options = CompileOptions(
         target="tiny", prompts=str(asked), output=str(tmp_path / "made.pack"), samples=2, prefix=2, depth=5
     )
-    without = compile_pack(options, tiny_target, generate)
+    without = compile_pack(options, lambda: (tiny_target, generate))
     assert Recipe((20, 21), (22, 23), 1) in without.recipes
-    made = compile_pack(replace(options, misses=[str(log) for log in logs]), tiny_target, generate)
+    made = compile_pack(replace(options, misses=[str(log) for log in logs]), lambda: (tiny_target, generate))
     assert set(made.recipes) == {*without.recipes, Recipe((1, 2), (3, 4), 2), Recipe((2, 3), (4,), 2)}
     assert Pack.load(tmp_path / "made.pack") == made
 
