@@ -205,7 +205,7 @@ def test_int8_halves_the_bytes_and_is_read_like_the_rest(whole, tiny_target, tmp
     half, small = (
         run(tiny_target, tmp_path / dtype, feature_dtype=dtype, more_layers=[1]) for dtype in ("bfloat16", "int8")
     )
-    assert state_bytes(small.manifest.dtype, 32, 2) == 2 * (32 + 2) and state_bytes(half.manifest.dtype, 32, 2) == 2 * 64
+    assert [state_bytes(store.manifest.dtype, 32, 2) for store in (small, half)] == [2 * (32 + 2), 2 * 64]
     small.verify(tiny_target)
     around, expected = (store.gather(whole.roots(), 3, 3) for store in (small, whole))
     assert around.hidden.dtype == torch.bfloat16 and torch.equal(around.input_ids, expected.input_ids)
