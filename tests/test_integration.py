@@ -262,6 +262,12 @@ def test_an_exported_folder_takes_every_option(model, exported, tiny_tokenizer):
     expected, recorder = ShapeDecoder(model).generate(ids, **options), Recorder()
     assert torch.equal(model.generate(ids, streamer=recorder, **run, **options), expected)
     assert recorder.tokens == expected[0].tolist() and recorder.ended == 1
+    model.generation_config.top_k, model.generation_config.repetition_penalty = 2, 1.5
+    options = {"max_new_tokens": 30, "repetition_penalty": None}
+    assert torch.equal(model.generate(ids, **run, **options), model.generate(ids, **options))
+    options |= {"do_sample": True, "seed": 3, "top_k": None}
+    assert torch.equal(model.generate(ids, **run, **options), expected)
+    model.generation_config.top_k, model.generation_config.repetition_penalty = None, None
     stop = tiny_tokenizer.decode(model.generate(ids, max_new_tokens=30)[0, -12:-10])
     options = {"max_new_tokens": 30, "stop_strings": [stop], "tokenizer": tiny_tokenizer}
     assert torch.equal(model.generate(ids, **run, **options), model.generate(ids, **options))

@@ -15,7 +15,9 @@ from shape.data.rows import parse_row
 from shape.errors import ConfigError, DataError, ShapeError
 from shape.target.chat import Message
 
-_TOKEN_IDS = "return_token_ids"  # asks vLLM for the ids of prompt and answer; most servers ignore it
+# Asked for too, as long as the server does not refuse it; most ignore what they do not know. Ids of prompt and answer
+# (vLLM), and the target's own distribution, whatever its generation config prefers (vLLM and SGLang).
+_MORE = {"return_token_ids": True, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 class EndpointError(ShapeError):
@@ -129,6 +131,7 @@ class EndpointBackend(Endpoint):
 
     max_new_tokens: int = 512
     temperature: float = 1.0
+    _refused: set[str] = field(default_factory=set, init=False, repr=False, compare=False)  # of what is asked for too
 
     def describe(self) -> dict[str, Any]:
         return {"model": self.model, "max_new_tokens": self.max_new_tokens, "temperature": self.temperature}
@@ -191,12 +194,14 @@ class EndpointBackend(Endpoint):
 
     def _reply(self, request: Request) -> bytes:
         path, body = "completions" if isinstance(request.prompt, str) else "chat/completions", self._body(request)
-        try:
-            return self.post(path, {**body, _TOKEN_IDS: True})
-        except EndpointError as error:
-            if _TOKEN_IDS not in str(error):
-                raise
-            return self.post(path, body)  # to a server that refuses what it does not know
+        while True:
+            more = {name: value for name, value in _MORE.items() if name not in self._refused}
+            try:
+                return self.post(path, {**body, **more})
+            except EndpointError as error:
+                if not (named := {name for name in more if name in str(error)}):
+                    raise
+                self._refused.update(named)
 
 
 def _openai_message(message: Message) -> dict[str, Any]:

@@ -4,10 +4,12 @@ The command is `shape.cli.harness`.
 """
 
 from dataclasses import fields
+from itertools import dropwhile
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import StopStringCriteria
 
 from shape.errors import ConfigError
 from shape.generation.decoder import ShapeDecoder
@@ -24,6 +26,26 @@ except ImportError as error:
     raise ConfigError(
         f"lm-evaluation-harness is not installed ({error}); install it with pip install 'shape-decoding[eval]'"
     ) from error
+
+
+class _StopsWithin(StopStringCriteria):
+    """Stop strings in what was written. As transformers has them they may begin in the prompt, which the library's own
+    models leave out.
+
+    Args:
+        context: (B, L) ids of the prompts, padded on the left.
+    """
+
+    def __init__(self, tokenizer: Any, stop: list[str], context: Tensor) -> None:
+        super().__init__(tokenizer, stop)
+        whole = context.tolist()
+        bare = [list(dropwhile(lambda token: token == tokenizer.pad_token_id, row)) for row in whole]
+        self._prompts = sorted([*whole, *bare], key=len, reverse=True)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **more: Any) -> Any:
+        text = input_ids[0].tolist()
+        prompt = next(prompt for prompt in self._prompts if text[: len(prompt)] == prompt)
+        return super().__call__(input_ids[:, len(prompt) :], scores, **more)
 
 
 @register_model("shape")
@@ -84,7 +106,8 @@ class ShapeLM(HFLM):
             context,
             max_new_tokens=max_length - context.shape[1],
             do_sample=sampled,
-            stop_strings=stop or None,
+            stop_strings=None,
+            stopping_criteria=_StopsWithin(self.tokenizer, stop, context) if stop else None,
             acceptance=self.acceptance,
             return_dict_in_generate=True,
             **generation_kwargs,

@@ -318,7 +318,10 @@ class ShapeDecoder(Engine):
 
         Raises:
             DataError: the target has no tokenizer, or its chat template refuses the messages.
+            UnsupportedGeneration: as in ``generate``, or for several answers.
         """
+        if options.get("num_return_sequences") not in (None, 1):
+            raise UnsupportedGeneration("chat gives one answer; leave num_return_sequences out, or use generate")
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         ids = self.target.encode(messages, chat_template_kwargs)

@@ -104,6 +104,12 @@ class Engine:
             raise UnsupportedGeneration(
                 f"streaming follows one sequence, and {len(request.prompts)} were asked for; decode them one by one"
             )
+        model = self.target.model
+        if model.get_output_embeddings() is not self.target.head:
+            raise UnsupportedGeneration(
+                f"the output embedding of target {self.target.name} is another since this decoder was made, and it may "
+                "have copies of the first; make a new decoder"
+            )
         rule = make_rule(acceptance)
         drafter = None if num_draft_tokens == 0 else rule.fit(self.drafter, self.target)
         reproducible = reproducible or not rule.same_for_every_draft

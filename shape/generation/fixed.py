@@ -43,6 +43,7 @@ from shape.generation.sequence import SequenceState
 from shape.generation.stage import AHEAD, BatchState, PendingStep, Stage, StepPlan
 from shape.generation.static_drafters import StaticDrafter, StaticText, static_drafter, text_state
 from shape.generation.stats import Step
+from shape.target.inference import fingerprint
 from shape.target.loading import first_line
 from shape.target.openvino import OpenVinoTarget
 
@@ -56,8 +57,8 @@ class NoRoom(UnsupportedTarget):
 class FixedSteps:
     """The stages of one decoder, kept from call to call, so that captures and compilation are not repeated.
 
-    A captured step reads weights where they lay: after moving target or predictor make a new decoder. Calls may come
-    from several threads; each has a stage of its own.
+    For a target that has changed, by adapters, hooks or weights, steps are captured anew; a predictor is read where it
+    lay, so after moving it make a new decoder. Calls may come from several threads; each has a stage of its own.
 
     Args:
         compiled: torch.compile before capturing: fewer kernels, for up to a minute of compilation per width.
@@ -185,7 +186,7 @@ def plan_of(batch: Batch, drafter: StaticDrafter) -> StepPlan:
     root = torch.zeros(1, dtype=torch.long, device=target.device)
     hidden = torch.zeros(1, 1, len(drafter.layers) * target.hidden_size, dtype=target.dtype, device=target.device)
     state = drafter.start(Committed([[0, 0]], root + 2, root), hidden)
-    return StepPlan(target, support, drafter, batch.sampler, state)
+    return StepPlan(target, support, drafter, batch.sampler, state, fingerprint(target.model))
 
 
 def bucket(batch: int) -> int:

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shape.drafters.base import Committed, common_length
 from shape.generation.loop import Batch
+from shape.target.inference import fingerprint
 from shape.verification.cache import KVCache
 from shape.verification.forward import new_cache, prefill
 from shape.verification.tree import root_only
@@ -24,24 +26,31 @@ class Memory:
         tokens: ids in the first slots of the cache.
         hidden: (1, len(tokens), F), the states that the drafter reads.
         switched: whether the first tokens have the rotary table of long texts (see ``shape.target.rotary``).
+        computed_by: `fingerprint` of the target that they were computed by.
     """
 
     tokens: list[int] = field(default_factory=list)
     hidden: Tensor | None = None
     cache: KVCache | None = None
     switched: bool = False
+    computed_by: list[Any] = field(default_factory=list)
 
-    def take(self, prompt: list[int], switched: bool, width: int) -> tuple[KVCache, Tensor] | None:
+    def take(
+        self, prompt: list[int], switched: bool, width: int, computed_by: list[Any]
+    ) -> tuple[KVCache, Tensor] | None:
         """Cache and states, cut to what they have in common with a prompt; None where that is nothing, as it is with
-        a prompt that has the other rotary table, and where states of another width are asked for (of other layers).
+        a prompt that has the other rotary table, where states of another width are asked for (of other layers), and
+        where the target has changed.
 
         They leave the memory, so that a call that breaks off leaves none rather than a wrong one.
         """
-        cache, hidden, tokens, same_table = self.cache, self.hidden, self.tokens, self.switched == switched
+        cache, hidden, tokens = self.cache, self.hidden, self.tokens
+        alike = self.switched == switched and self.computed_by == computed_by
         self.keep([], None, None, False)
+        self.computed_by = computed_by
         # The prompt's last token always goes through the target: its state says what comes next.
         common = common_length(tokens, prompt[:-1])
-        if cache is None or hidden is None or common == 0 or not same_table or not cache.can_hold(common):
+        if cache is None or hidden is None or common == 0 or not alike or not cache.can_hold(common):
             return None
         if hidden.shape[-1] != width:
             return None
@@ -72,7 +81,8 @@ def commit_prompts(
     lengths = [len(prompt) for prompt in distinct]
     known = None
     if memory is not None:
-        known = memory.take(prompts[0], target.switched(len(prompts[0])), len(layers) * target.hidden_size)
+        width, computed_by = len(layers) * target.hidden_size, fingerprint(target.model)
+        known = memory.take(prompts[0], target.switched(len(prompts[0])), width, computed_by)
     if known is None:
         cache = new_cache(target, batch.support, len(distinct), max(lengths) + slots)
         padded = [[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in distinct]

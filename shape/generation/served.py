@@ -65,19 +65,24 @@ def without_none(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merged(target: Target, generation_config: GenerationConfig | None, options: dict[str, Any]) -> dict[str, Any]:
-    """The options that are given by name, or else by configurations, in which transformers ignores what it does not
-    know, as some targets' have it.
+    """The options that are given by name, as None too, or else by configurations, in which transformers ignores what it
+    does not know, as some targets' have it.
     """
     given: dict[str, Any] = {}
     for config in (target.model.generation_config, generation_config):
         if config is not None:
             given |= {name: value for name, value in without_none(config.to_dict()).items() if name in _KNOWN}
-    return given | without_none(options)
+    return without_none(given | options)
 
 
 def refuse(target: Target, given: dict[str, Any]) -> None:
     """Raises for options that do not exist, and for those and the model's inputs that would be ignored here."""
     for name, value in given.items():
+        if (name, value) == ("cache_implementation", "quantized"):
+            raise UnsupportedGeneration(
+                "cache_implementation='quantized' rounds keys and values, which is not done here; leave it out, or use "
+                "the target's own generate"
+            )
         if name in SERVED or name in NEUTRAL or name.startswith("_"):
             continue
         if name not in _KNOWN:
@@ -112,12 +117,15 @@ def with_stop_strings(
     target: Target, generation_config: GenerationConfig | None, options: dict[str, Any]
 ) -> tuple[GenerationConfig | None, dict[str, Any]]:
     """Stop strings as the criterion that they become: the tokenizer that they need does not reach ``_prepare``."""
-    options = dict(options)
+    options, given = dict(options), "stop_strings" in options
     tokenizer = options.pop("tokenizer", None) or target.tokenizer
     strings = options.pop("stop_strings", None)
-    for config in (generation_config, target.model.generation_config):
+    for config in () if given else (generation_config, target.model.generation_config):
         if strings is None and config is not None:
             strings = config.stop_strings
+    if generation_config is not None:
+        generation_config = copy(generation_config)
+        generation_config.stop_strings = None
     if strings is None:
         return generation_config, options
     named = [strings] if isinstance(strings, str) else strings
@@ -125,9 +133,6 @@ def with_stop_strings(
         raise UnsupportedGeneration(f"stop_strings is {strings!r}; give a string that is not empty, or several")
     if named and tokenizer is None:
         raise UnsupportedGeneration("stop_strings need a tokenizer, and the target has none; give one with tokenizer")
-    if generation_config is not None:
-        generation_config = copy(generation_config)
-        generation_config.stop_strings = None
     criteria = [StopStringCriteria(tokenizer, list(named))] if named else []
     given = StoppingCriteriaList([*(options.get("stopping_criteria") or ()), *criteria])
     return generation_config, {**options, "stopping_criteria": given}

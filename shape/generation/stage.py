@@ -46,6 +46,7 @@ class StepPlan:
     Attributes:
         sampler: whose options are taken; its sequences are not.
         state: a tensor like the drafter's state in shape and dtype, batch size apart.
+        computed_by: `fingerprint` of the target: what is captured is replayed as it was.
     """
 
     target: Target
@@ -53,6 +54,7 @@ class StepPlan:
     drafter: StaticDrafter
     sampler: Sampler
     state: Tensor
+    computed_by: list[Any]
 
     def key_at(self, batch: int) -> tuple[Any, ...]:
         sampler = self.sampler
@@ -60,7 +62,8 @@ class StepPlan:
         minimum = (sampler.min_new_tokens, sampler.eos_token_ids) if sampler.min_new_tokens > 0 else ()
         options = (sampler.temperature, repr(warpers), minimum)
         network = (id(self.target.model), self.target.device, *self.drafter.key)
-        return (batch, *network, self.state.shape[1:], self.state.dtype, self.support.positions, *options)
+        computed = (self.state.shape[1:], self.state.dtype, self.support.positions, *self.computed_by)
+        return (batch, *network, *options, *computed)
 
     def slot_bytes(self) -> int:
         """Memory that one slot of one sequence takes, target and drafter together."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
+_ADAPTER = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")  # of PEFT's layers
 _VERSION = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
 
 
@@ -71,6 +72,23 @@ def states_of(weights: Sequence[Tensor]) -> list[Any]:
     if any(map(Tensor.is_inference, weights)):
         return [*map(state_of, weights)]
     return [*map(Tensor.data_ptr, weights), *map(_VERSION, weights)]
+
+
+def fingerprint(network: nn.Module) -> list[Any]:
+    """What a network computes with, for comparison with later: modules, their hooks, forwards and adapters, and weights
+    as in ``state_of``. Rotary frequencies that change with a text's length are left out.
+    """
+    found: list[Any] = []
+    weights: list[Any] = []
+    for module in network.modules():
+        own = vars(module)
+        # Hooks are numbered in the order in which they were put anywhere.
+        found += [id(module), *own["_forward_hooks"], *own["_forward_pre_hooks"], id(own.get("forward"))]
+        found += [repr(own[name]) for name in _ADAPTER if name in own]
+        weights += own["_parameters"].values()
+        weights += own["_buffers"].values() if keeps_frequencies(module) else ()
+    plain = [weight for weight in weights if type(weight) in (Tensor, nn.Parameter)]
+    return [*found, *map(id, weights), *states_of(plain)]
 
 
 @dataclass

@@ -118,6 +118,7 @@ def test_endpoint_keeps_reasoning_calls_and_token_ids(server, name):
     (answer,) = EndpointBackend(server.url, "m").generate([request])
     assert answer == Answer("", True, {"tool_calls": [call], "reasoning_content": "so"}, ([5, 6], [7, 8]))
     body = server.asked[0][2]
+    assert (body["top_k"], body["min_p"], body["repetition_penalty"]) == (-1, 0.0, 1.0)
     assert body["return_token_ids"] is True and body["chat_template_kwargs"] == {"enable_thinking": False}
     assert body["tools"] == [{"name": "f"}] and body["messages"][1]["tool_calls"] == [CALL]
 

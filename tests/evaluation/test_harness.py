@@ -17,7 +17,7 @@ from lm_eval.tasks import TaskManager
 
 from shape.cli.harness import main
 from shape.errors import TargetMismatch
-from shape.evaluation.harness import ShapeLM
+from shape.evaluation.harness import ShapeLM, _StopsWithin
 
 GENERATE = """
 task: tiny_generate
@@ -95,6 +95,19 @@ def test_sampled_text_follows_the_seed_alone(models):
     assert texts(1) == texts(1) != texts(2)
     plain = texts(3, do_sample=False, temperature=0.0)
     assert plain == texts(4, do_sample=False, temperature=0.0)
+
+
+def test_stop_strings_count_in_what_was_written_alone(tiny_target):
+    """As in the library's own models, and for prompts with padding, or without, as decoding takes it off."""
+    tokenizer = tiny_target.tokenizer
+    rows = [tokenizer(text, add_special_tokens=False).input_ids for text in ("ab", "longer ab")]
+    width = max(map(len, rows))
+    padded = [[tokenizer.pad_token_id] * (width - len(row)) + row for row in rows]
+    stops = _StopsWithin(tokenizer, ["bc"], torch.tensor(padded))
+    for prompt in [*rows, *padded]:
+        for text, met in (("c", False), ("bc", True), ("c bc", True)):
+            written = tokenizer(text, add_special_tokens=False).input_ids
+            assert bool(stops(torch.tensor([prompt + written]), None)) == met, (prompt, text)
 
 
 @pytest.mark.slow  # the library indexes all of its own tasks first

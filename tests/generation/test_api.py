@@ -143,6 +143,11 @@ def test_chat_leaves_reasoning_out(thinking_target):
         assert decoder.chat(messages, max_new_tokens=6) == ""
 
 
+def test_chat_gives_one_answer(tiny_target):
+    with pytest.raises(UnsupportedGeneration, match="chat gives one answer; leave num_return_sequences out"):
+        ShapeDecoder(tiny_target).chat("hi", do_sample=True, num_return_sequences=2)
+
+
 def test_saved_and_loaded_again(tiny_target, tiny_target_folder, tiny_predictor_folder, tmp_path):
     decoder = ShapeDecoder.from_pretrained(tiny_target, predictor=tiny_predictor_folder, tree=TreeShape(2, width=2))
     decoder.save_pretrained(tmp_path / "saved")

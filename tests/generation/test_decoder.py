@@ -892,6 +892,7 @@ def bad_requests() -> dict[str, tuple[dict, str]]:
         "rule": ({"acceptance": "typical"}, "acceptance rule 'typical' is unknown"),
         "trs": ({"acceptance": "trs-lossy"}, "needs the k\\^N trees"),
         "cold": ({"do_sample": True, "temperature": 0.0}, "leave do_sample off"),
+        "cache": ({"cache_implementation": "quantized"}, "rounds keys and values"),
         "copies": ({"num_return_sequences": 2}, "`num_return_sequences` different than 1"),
         "seeds": ({"do_sample": True, "seed": [1, 2]}, "2 seeds are given for 1 prompts"),
         "shape": ({"input_ids": ids[0]}, "give int64 ids of shape"),
@@ -1131,3 +1132,12 @@ def test_nothing_global_is_touched(tiny_model):
     decoder.generate(**prompts(), max_new_tokens=5, do_sample=True, seed=1)
     assert torch.equal(first, again) and torch.equal(second, torch.rand(2))
     assert torch.is_grad_enabled() and not hasattr(decoder.drafter, "window")
+
+
+def test_an_output_embedding_that_was_replaced_is_told(tiny_model):
+    model = tiny_model("llama")
+    decoder, batch = ShapeDecoder(model), prompts([4])
+    decoder.generate(**batch, max_new_tokens=2)
+    model.resize_token_embeddings(model.config.vocab_size + 8)
+    with pytest.raises(UnsupportedGeneration, match="the output embedding of target .* make a new decoder"):
+        decoder.generate(**batch, max_new_tokens=2)

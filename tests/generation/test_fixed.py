@@ -412,3 +412,27 @@ def test_graphs_on_a_gpu(tiny_model, compiled):
                     assert fixed.stats.graphs and torch.equal(fixed.sequences, expected.sequences), kind
     finally:
         model.cpu()
+
+
+def test_steps_are_captured_anew_where_the_target_has_changed(tiny_model):
+    """A replay would not see it; what is as it was finds the first ones again."""
+    model = tiny_model("llama", torch.float32)
+    decoder, options = ShapeDecoder(model, graphs=FixedSteps(slots=FEW)), {"max_new_tokens": 8, "eos_token_id": []}
+
+    def stages() -> int:
+        out = decoder.generate(**prompts([9]), **options)
+        assert torch.equal(out, ShapeDecoder(model).generate(**prompts([9]), **options))
+        return len(decoder.graphs._kept)
+
+    assert stages() == stages() == 1
+    hook = model.model.layers[1].register_forward_hook(lambda module, given, out: 1.5 * out)
+    assert stages() == 2
+    hook.remove()
+    assert stages() == 2
+    model.model.layers[0].mlp._disable_adapters = True  # as PEFT's layers say it
+    assert stages() == 3
+    model.model.norm.weight.data = 2 * model.model.norm.weight.data  # lies elsewhere
+    assert stages() == 4
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+    assert stages() == 5

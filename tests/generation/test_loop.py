@@ -107,6 +107,19 @@ def test_turns_of_a_session_may_read_other_layers(tiny_model, first):
         assert torch.equal(ids, expected)
 
 
+def test_a_session_forgets_what_another_state_of_the_target_computed(tiny_model):
+    model = tiny_model("llama", torch.float32)
+    decoder = ShapeDecoder(model)
+    ids, options = torch.arange(5, 15)[None], {"max_new_tokens": 6, "return_dict_in_generate": True}
+    say = decoder.session()
+    longer = torch.cat([say(ids, **options).sequences, ids], dim=1)
+    hook = model.model.layers[0].register_forward_hook(lambda module, given, out: -out)
+    turn = say(longer, **options)
+    assert torch.equal(turn.sequences, decoder.generate(longer, **options).sequences) and not turn.stats.reused_tokens
+    assert say(torch.cat([turn.sequences, ids], dim=1), **options).stats.reused_tokens
+    hook.remove()
+
+
 def test_a_session_goes_on_behind_a_reader_who_leaves(tiny_model):
     decoder = ShapeDecoder(tiny_model("llama"), TrainedDrafter(predictor(), TreeShape(depth=3, width=2)))
     say, ids, options = decoder.session(), prompts([9])["input_ids"], {"max_new_tokens": 20, "eos_token_id": []}

@@ -63,6 +63,17 @@ def test_a_changed_configuration_is_noticed(target):
         resolved(target, max_new_tokens=6)
 
 
+def test_none_takes_back_what_the_targets_configuration_says(target):
+    target.model.generation_config.update(max_new_tokens=50, stop_strings=["a"], temperature=0.0)
+    assert [
+        resolved(target, length, max_length=20, max_new_tokens=None, stop_strings=None).max_new_tokens
+        for length in (4, 7)
+    ] == [16, 13]
+    assert resolved(target, do_sample=True, temperature=None, stop_strings=None).temperature == 1.0
+    with pytest.raises(UnsupportedGeneration, match="stop_strings need a tokenizer"):
+        resolved(target, max_new_tokens=3)
+
+
 def test_values_that_are_equal_and_mean_something_else_are_told_apart(target):
     resolved(target, max_new_tokens=1)
     with pytest.raises(UnsupportedGeneration, match="max_new_tokens is True"):
