@@ -1139,5 +1139,5 @@ def test_an_output_embedding_that_was_replaced_is_told(tiny_model):
     decoder, batch = ShapeDecoder(model), prompts([4])
     decoder.generate(**batch, max_new_tokens=2)
     model.resize_token_embeddings(model.config.vocab_size + 8)
-    with pytest.raises(UnsupportedGeneration, match="the output embedding of target .* make a new decoder"):
+    with pytest.raises(UnsupportedGeneration, match=r"the output embedding of target .* make a new decoder"):
         decoder.generate(**batch, max_new_tokens=2)
