@@ -17,10 +17,11 @@ import torch
 
 from eval import commands
 from eval.llamas import SIZES, random_llama
-from shape.drafters import PREDICTORS, TrainedDrafter
+from shape.drafters import TrainedDrafter
 from shape.evaluation.markdown import markdown
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.timing import draft_cost
+from shape.networks.registry import PREDICTORS
 from shape.target.model import Target
 from shape.target.size import Size, size_of
 from shape.training.defaults import network_config, resolve

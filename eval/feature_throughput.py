@@ -23,13 +23,13 @@ from tqdm import tqdm
 from eval import commands
 from shape import bundled
 from shape.data.reading import load_conversations
-from shape.drafters import PREDICTORS
 from shape.evaluation.markdown import markdown
 from shape.features.extraction import extract
 from shape.features.store import FeatureStore
 from shape.features.trainer import quiet
 from shape.files import human_bytes
 from shape.networks.config import ShapeConfig
+from shape.networks.registry import PREDICTORS
 from shape.networks.sizing import draft_vocabulary
 from shape.target.model import Target
 from shape.training.batches import Partition

@@ -43,7 +43,7 @@ class EagerSteps(Steps):
 
     def prefill(self) -> list[int]:
         room = self._live[0].max_new_tokens
-        self._cache, self._committed, self._hidden = commit_prompts(self.batch, room, self._memory, self._layers)
+        self._cache, self._committed, self._hidden = commit_prompts(self.batch, room, self._layers, self._memory)
         self._remember(self._hidden)
         return [text[-1] for text in self._committed.texts]
 

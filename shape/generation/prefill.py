@@ -63,12 +63,13 @@ class Memory:
 
 
 def commit_prompts(
-    batch: Batch, room: int, memory: Memory | None = None, layers: Sequence[int] = (-1,)
+    batch: Batch, room: int, layers: Sequence[int], memory: Memory | None = None
 ) -> tuple[KVCache, Committed, Tensor]:
     """Prefill a batch and choose its first tokens. Samples of one prompt share its prefill.
 
     Args:
         room: new tokens to allocate slots for, up to a limit behind which they are grown on demand.
+        layers: whose states the drafter reads.
         memory: what the session's last call left: the common beginning of its text and this prompt is not computed
             again.
 

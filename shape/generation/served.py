@@ -117,10 +117,10 @@ def with_stop_strings(
     target: Target, generation_config: GenerationConfig | None, options: dict[str, Any]
 ) -> tuple[GenerationConfig | None, dict[str, Any]]:
     """Stop strings as the criterion that they become: the tokenizer that they need does not reach ``_prepare``."""
-    options, given = dict(options), "stop_strings" in options
+    options, by_name = dict(options), "stop_strings" in options
     tokenizer = options.pop("tokenizer", None) or target.tokenizer
     strings = options.pop("stop_strings", None)
-    for config in () if given else (generation_config, target.model.generation_config):
+    for config in () if by_name else (generation_config, target.model.generation_config):
         if strings is None and config is not None:
             strings = config.stop_strings
     if generation_config is not None:

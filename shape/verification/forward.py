@@ -79,7 +79,7 @@ def _few(target: Target, support: Support, cache: KVCache, tokens: Tensor, layer
     return tree_forward(target, support, cache, tree, layers)[:, :size]
 
 
-def recompute(target: Target, cache: KVCache, texts: list[list[int]], layers: Sequence[int] = (-1,)) -> Tensor:
+def recompute(target: Target, cache: KVCache, texts: list[list[int]], layers: Sequence[int]) -> Tensor:
     """Prefill anew all but the last token of texts of one length, which goes through with them: its position says
     which rotary table they have. Their states, (B, T - 1, len(layers) * H).
     """

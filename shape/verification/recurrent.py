@@ -46,7 +46,7 @@ class RecurrentCache(KVCache):
     def again(self) -> int:
         return self.longest - self._seen
 
-    def through(self, tokens: Tensor, layers: Sequence[int] = (-1,)) -> Tensor:
+    def through(self, tokens: Tensor, layers: Sequence[int]) -> Tensor:
         """States (1, N, len(layers) * H) of tokens (1, N) behind the committed ones, as of ``Target.hidden``."""
         self._go_back()
         again, self._before = self.again, [_copied(layer) for layer in self.layers]
