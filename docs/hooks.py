@@ -24,6 +24,12 @@ _ELSEWHERE = {
     "contributing.md": ROOT / "CONTRIBUTING.md",
     "changelog.md": ROOT / "CHANGELOG.md",
 }
+# Sources that links lead to in the repository, and what the site has in their place, beside the pages of commands.
+_DESCRIBED = {
+    "shape/cli/main.py": "reference/commands/index.md",
+    "shape/generation/stats.py": "reference/decoding.md#shape.generation.stats.DecodeStats",
+    "shape/drafters/base.py": "reference/drafters.md#shape.drafters.base.Drafter",
+}
 _LINK = re.compile(r"\]\(([^)#:\s]+\.\w+)")
 _COMMANDS = """# Commands
 
@@ -70,6 +76,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return markdown
     folder = Path(page.file.abs_src_path).parent
     pages = {Path(file.abs_src_path).resolve(): file.src_uri for file in files if file.abs_src_path}
+    pages |= {ROOT / "shape" / "cli" / f"{name}.py": _place(name) for name in COMMANDS}
+    pages |= {ROOT / path: place for path, place in _DESCRIBED.items()}
 
     def moved(link: re.Match[str]) -> str:
         found = pages.get((folder / link[1]).resolve())
