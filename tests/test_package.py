@@ -85,7 +85,7 @@ def test_extras_are_those_of_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {"train", "plots", "eval", "quant", "openvino", "all", "test", "docs"}
     assert extras == project["optional-dependencies"].keys()
-    assert project["version"] == "0.2.0" and project["scripts"] == {"shape": "shape.cli.main:main"}
+    assert project["version"] == "0.3.0.dev0" and project["scripts"] == {"shape": "shape.cli.main:main"}
 
 
 @pytest.mark.slow  # three commands, each in a process that imports all
