@@ -231,6 +231,10 @@ BASELINES: dict[str, dict] = {
         },
     },
     "eagle of three layers": {"kind": "eagle", "num_layers": 3, "feature_layers": [1, 2], "norm_before_residual": True},
+    "eagle with windows": {
+        "kind": "eagle", "num_layers": 2, "feature_layers": [1, 2],
+        "transformer_layer_config": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4},
+    },
     "peagle": {"kind": "peagle", "num_layers": 2, "feature_layers": [1, 2, -1], "own_heads": True, "mask_token_id": 5},
     "block": {"kind": "block", "num_layers": 2, "mask_token_id": 5},
     "block with windows": {

@@ -1,5 +1,6 @@
 """From names to parts: a target and its drafter from folders, hub ids, bundled names, or models at hand."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,8 @@ from shape.errors import CheckpointError, ConfigError, TargetMismatch
 from shape.files import reading, typed
 from shape.networks.base import Predictor
 from shape.networks.config import ShapeConfig
-from shape.networks.formats.table import format_of
+from shape.networks.formats.files import architectures
+from shape.networks.formats.table import FORMATS, format_of
 from shape.networks.formats.table import load as load_foreign
 from shape.networks.registry import PREDICTORS
 from shape.target.identity import TargetIdentity
@@ -42,6 +44,7 @@ PREDICTOR_KINDS = {
     "dspark": "block",
 }
 _DEFAULT_DRAFTER = "suffix"  # drafts for a target alone
+_A_DRAFTER = re.compile("eagle|medusa|dflash|dspark|domino|speculator|draft", re.IGNORECASE)
 _OWN_LAYER = "mtp"  # without a predictor it drafts with the layer that the target's own files have
 
 
@@ -234,9 +237,21 @@ def _is_predictor(config: dict[str, Any]) -> bool:
 
 
 def is_language_model(source: str | Path, **hub: Any) -> bool:
-    """Whether a predictor is a causal LM; False for what cannot be read."""
+    """Whether a predictor is a causal LM; False for what cannot be read.
+
+    Raises:
+        CheckpointError: by its name it is a drafter, of a kind that is not known here. Weights of one that were read as
+            a language model's would draft noise.
+    """
     config = _known_config(source, hub)
-    return "model_type" in config and not _is_predictor(config)
+    if "model_type" not in config or _is_predictor(config):
+        return False
+    if strange := [name for name in architectures(config) if _A_DRAFTER.search(name)]:
+        raise CheckpointError(
+            f"predictor {source} is a drafter of a kind that is not known here ({strange[0]}); the formats "
+            f"{', '.join(FORMATS)} are"
+        )
+    return True
 
 
 def _target_of(network: Predictor, source: str | Path) -> str:

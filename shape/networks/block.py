@@ -101,9 +101,7 @@ class BlockPredictor(MaskedPredictor):
         if not self.config.sliding_window_non_causal:
             order = torch.ones(size, size, dtype=torch.bool, device=x.device).tril()
         for layer, memory, window in zip(self._layers(), known.memory, self.windows, strict=True):
-            seen, among = known.visible, None
-            if window is not None:
-                seen, among = recent(known.visible, memory, window), order
+            seen, among = recent(known.visible, memory, window), None if window is None else order
             x = self.run(layer.over_blocks, x, rotary, memory, seen, among)
         return (self.norm(x[..., size - self.config.num_steps :, :]),)
 

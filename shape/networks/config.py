@@ -418,7 +418,7 @@ class ShapeConfig(PreTrainedConfig):
     def _check_layer_types(self) -> None:
         layer = self.transformer_layer_config or {}
         kinds = set(layer.get("layer_types") or ["full_attention"])
-        known = {"full_attention", *(["sliding_attention"] if self.kind == "block" else [])}
+        known = {"full_attention", *([] if self.kind == "mtp" else ["sliding_attention"])}
         if kinds - known:
             raise ConfigError(
                 f"transformer_layer_config has layer_types {sorted(kinds)}: layers of kind {self.kind!r} can be "

@@ -152,10 +152,12 @@ class DraftAttention(nn.Module):
         query, gate = self._query(states, rotary)
         return self._out(attend(query, memory, visible, own, among), gate)
 
-    def in_order(self, states: Tensor, rotary: Tensor, new: Memory, past: Memory | None, lengths: Tensor) -> Tensor:
+    def in_order(
+        self, states: Tensor, rotary: Tensor, new: Memory, past: Memory | None, lengths: Tensor, window: int | None
+    ) -> Tensor:
         """(B, N, in_size) -> (B, N, H); the other arguments as of `shape.networks.layers.attend_in_order`."""
         query, gate = self._query(states, rotary)
-        return self._out(attend_in_order(query, new, past, lengths), gate)
+        return self._out(attend_in_order(query, new, past, lengths, window), gate)
 
     def _query(self, states: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor | None]:
         """Queries (B, heads, N, D), and the gate (B, N, heads, D) where there is one."""

@@ -10,6 +10,7 @@ from transformers import initialization as init
 from shape.networks.base import Carried, Known, Predictor, Remembered
 from shape.networks.config import ShapeConfig
 from shape.networks.decoder import DecoderPredictor, DraftLayer, Rotary, norm_of
+from shape.networks.layers import recent
 from shape.networks.masked import MaskedPredictor
 
 
@@ -29,6 +30,9 @@ class EaglePredictor(DecoderPredictor):
     known position leaves in the later ones depends on all positions before it, so that training runs them over the
     text, in order, and decoding over what is new.
 
+    Layers of the type "sliding_attention" see the last `sliding_window` known positions, at every step, as speculators
+    trains them, and a step's own path.
+
     The layer's position is that of h_i, as in vLLM; speculators counts from one, which rotary positions, relative as
     they are, do not see.
     """
@@ -43,6 +47,7 @@ class EaglePredictor(DecoderPredictor):
         first = self._add_inputs(layer)
         self.layers = nn.ModuleList([first, *(DraftLayer(layer) for _ in range(config.num_layers - 1))])
         self.norm = norm_of(layer, config.hidden_size)
+        self.windows = config.windows
         self._rotary = Rotary(layer)
         self._add_read_out(heads=1 if config.own_heads else 0)
 
@@ -66,7 +71,9 @@ class EaglePredictor(DecoderPredictor):
             left.append(new)
             if number + 1 < len(layers):  # nothing reads the last one's output
                 before = None if past is None else past[number]
-                x = layer.behind(residual, layer.self_attn.in_order(seen, rotary, new, before, positions[:, 0]))
+                window = self.windows[number]
+                found = layer.self_attn.in_order(seen, rotary, new, before, positions[:, 0], window)
+                x = layer.behind(residual, found)
         return left
 
     def begin(self, known: Known, root: Tensor | None) -> Carried:
@@ -82,12 +89,13 @@ class EaglePredictor(DecoderPredictor):
         x, rotary = self._joined(feature, embedding), known.rotary[:, :, n]
         for number, (layer, memory) in enumerate(zip(self._layers(), known.memory, strict=True)):
             (seen, residual), own = layer.inputs(x), None
+            visible = recent(known.visible, memory, self.windows[number])
             if n > 0:  # at the first step the node is position t - 1 itself, which is remembered
                 key, value = layer.self_attn.remember(seen, rotary)
                 keys[number] = torch.cat([keys[number], key.transpose(1, 2).unsqueeze(2)], dim=2)
                 values[number] = torch.cat([values[number], value.transpose(1, 2).unsqueeze(2)], dim=2)
                 own = keys[number].permute(0, 3, 1, 2, 4), values[number].permute(0, 3, 1, 2, 4)
-            x = layer.behind(residual, layer.self_attn(seen, rotary, memory, known.visible, own))
+            x = layer.behind(residual, layer.self_attn(seen, rotary, memory, visible, own))
         state = self.norm(x)
         return state, (state if self.feeds_normed or self.config.norm_output else x, *keys, *values)
 
@@ -112,7 +120,7 @@ class ParallelEaglePredictor(MaskedPredictor, EaglePredictor):
     So they need no draft and no output of the step before: [g_{t-1} beside x_t, mask, mask, ...] at positions t - 1, t,
     ... goes through the layers at once, each place seeing the known positions and the places before it. Weights, names
     and what is computed are those of speculators 0.9 (compared in tests/networks/test_eagle.py), which trains its
-    depths on samples of the places that ours trains on (conditional drop token).
+    depths on samples of the places that ours trains on (conditional drop token). A window ends at each place.
 
     Attributes:
         mask_hidden: (1, 1, F), what places behind the first read for a feature.
@@ -132,8 +140,9 @@ class ParallelEaglePredictor(MaskedPredictor, EaglePredictor):
         x = torch.cat([x, masked.to(x).expand(*root.shape[:-1], steps - 1, -1)], dim=-2)
         among = torch.ones(steps, steps, dtype=torch.bool, device=x.device).tril()
         among[:, 0] = False  # position t - 1 is remembered
-        for layer, memory in zip(self._layers(), known.memory, strict=True):
-            x = self.run(layer.over_blocks, x, known.rotary[:, :, :steps], memory, known.visible, among)
+        for layer, memory, window in zip(self._layers(), known.memory, self.windows, strict=True):
+            visible = recent(known.visible, memory, window, steps)
+            x = self.run(layer.over_blocks, x, known.rotary[:, :, :steps], memory, visible, among)
         return (self.norm(x),)
 
     advance = Predictor.advance

@@ -247,7 +247,10 @@ def attend(
     found = []
     for first in range(0, blocks, size):
         rows = slice(first, first + size)
-        seen = visible if visible is None or visible.shape[1] == 1 else visible[:, rows]
+        seen = visible
+        if visible is not None and visible.shape[1] > 1:
+            alike = max(visible.shape[1] // blocks, 1)  # masks of each block
+            seen = visible[:, first * alike : (first + size) * alike]
         known = memory if seen is None else tuple(kept[:, :, : _reach(seen)] for kept in memory)
         seen = None if seen is None else seen[..., : known[0].shape[2]]
         mine = None if own is None else tuple(kept[:, :, rows] for kept in own)
@@ -300,30 +303,49 @@ def _attend(query: Tensor, memory: Memory, visible: Tensor | None, own: Memory |
     return (found + in_order(by_block(weights[..., count:]) @ own[1])).flatten(1, 2)
 
 
-def attend_in_order(query: Tensor, new: Memory, past: Memory | None, lengths: Tensor) -> Tensor:
+def attend_in_order(
+    query: Tensor, new: Memory, past: Memory | None, lengths: Tensor, window: int | None = None
+) -> Tensor:
     """Attention of new positions to past ones and, each to itself and those before it, to the new -> (B, G R, N, D).
 
     Args:
         query: (B, G R, N, D). new: keys and values (B, G, N, D) of the same positions.
         past: keys and values (B, G, T, D), of which each row sees the first `lengths`, (B,) int64; None is none.
+        window: how many positions each sees at most, the last ones, its own among them.
     """
-    if past is None or not past[0].shape[2]:
+    if past is None and window is not None:
+        past = tuple(part[:, :, :0] for part in new)
+    if past is None or (window is None and not past[0].shape[2]):
         grouped = query.shape[1] != new[0].shape[1]
         return F.scaled_dot_product_attention(query, *new, is_causal=True, enable_gqa=grouped)
     rows, count = query.shape[0], query.shape[2]
     order = torch.ones(count, count, dtype=torch.bool, device=query.device).tril().expand(rows, -1, -1)
-    before = torch.arange(past[0].shape[2], device=query.device) < lengths[:, None, None]
+    slots = torch.arange(past[0].shape[2], device=query.device)
+    before = slots < lengths[:, None, None]
+    if window is not None:
+        numbers = torch.arange(count, device=query.device)
+        order = order & (numbers > numbers[:, None] - window)
+        before = before & (slots > lengths[:, None, None] + numbers[:, None] - window)
     keys, values = (torch.cat(pair, dim=2) for pair in zip(past, new, strict=True))
     return attend(query, (keys, values), torch.cat([before.expand(-1, count, -1), order], dim=-1))
 
 
-def recent(visible: Tensor | None, memory: Memory, window: int) -> Tensor | None:
-    """The last `window` of the visible positions, which are the first ones: as `visible`, (B, P, T), or None."""
+def recent(visible: Tensor | None, memory: Memory, window: int | None, places: int = 1) -> Tensor | None:
+    """The last `window` of the visible positions, which are the first ones: as `visible`, (B, P, T), or None.
+
+    Args:
+        places: of a block, each of which sees one less than that before it: (B, P places, T).
+    """
+    if window is None:
+        return visible
     rows, count = len(memory[0]), memory[0].shape[2]
-    slots = torch.arange(count, device=memory[0].device)
-    if visible is not None:
-        return visible & (slots >= visible.sum(-1, keepdim=True) - window)
-    return None if count <= window else (slots >= count - window).expand(rows, 1, -1)
+    if visible is None and count + places - 1 <= window:
+        return None
+    slots, place = torch.arange(count, device=memory[0].device), torch.arange(places, device=memory[0].device)
+    if visible is None:
+        visible = torch.ones_like(slots, dtype=torch.bool).expand(rows, 1, -1)
+    first = visible.sum(-1, keepdim=True) - window + place
+    return (visible.unsqueeze(2) & (slots >= first.unsqueeze(-1))).flatten(1, 2)
 
 
 def rotary_table(positions: Tensor, head_size: int, dtype: torch.dtype) -> Tensor:

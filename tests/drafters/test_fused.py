@@ -193,6 +193,7 @@ def test_what_is_served(target):
     assert FusedEagle.of_predictor(build(**BASELINES["eagle"], dtype=torch.float32)) is None  # not prepacked
     assert FusedEagle.of_predictor(made("peagle")) is None
     assert FusedBlock.of_predictor(made("block with windows")) is None
+    assert FusedEagle.of_predictor(made("eagle with windows")) is None
     drafter, _ = begin(made("eagle"), target, TreeShape(), [9])
     with torch.no_grad():
         assert drafter.fused.serves_behind(drafter.cache, MOST)

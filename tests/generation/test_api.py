@@ -1,5 +1,6 @@
 """What people call first: chat, saving, the hub, and what a decoder says of itself."""
 
+import json
 import logging
 import re
 from copy import copy
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from eval.architectures import build
 from shape.drafters import SuffixDrafter, TreeShape
 from shape.drafters.recipes.pack import Pack, Recipe
-from shape.errors import ConfigError, DataError, ShapeError, UnsupportedGeneration
+from shape.errors import CheckpointError, ConfigError, DataError, ShapeError, UnsupportedGeneration
 from shape.generation import decoder as module
 from shape.generation.custom_generate import _decoder
 from shape.generation.decoder import ShapeDecoder
@@ -141,6 +142,13 @@ def test_chat_leaves_reasoning_out(thinking_target):
     assert decoder.chat(messages, max_new_tokens=60) == decoder.chat(messages) == message["content"]
     with pytest.warns(UserWarning, match="ends within its reasoning, after 6 tokens; give a larger max_new_tokens"):
         assert decoder.chat(messages, max_new_tokens=6) == ""
+
+
+def test_a_drafter_of_an_unknown_kind_is_no_language_model(tiny_target, tmp_path):
+    said = {"model_type": "gemma4_text", "architectures": ["Gemma4DSparkModel"]}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    with pytest.raises(CheckpointError, match=r"a drafter of a kind that is not known here \(Gemma4DSparkModel\)"):
+        ShapeDecoder.from_pretrained(tiny_target, predictor=tmp_path)
 
 
 def test_chat_gives_one_answer(tiny_target):

@@ -107,8 +107,8 @@ def test_feature_size_counts_layers() -> None:
         ({"kind": "lookahead"}, "kind is 'lookahead'"),
         ({"kind": "eagle", "num_layers": 0}, "kind 'eagle' has at least 1 decoder layer"),
         (
-            {"kind": "eagle", "transformer_layer_config": {"layer_types": ["sliding_attention"]}},
-            "layers of kind 'eagle' can be full_attention",
+            {"kind": "mtp", "transformer_layer_config": {"layer_types": ["sliding_attention"]}},
+            "layers of kind 'mtp' can be full_attention",
         ),
         ({"kind": "block", "transformer_layer_config": {"layer_types": ["full_attention"] * 2}}, "has 2 layer_types"),
         ({"kind": "peagle", "norm_output": True}, "norm_output is for kind eagle"),

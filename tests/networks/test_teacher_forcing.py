@@ -58,6 +58,9 @@ def test_windows_are_those_of_the_decoder(store):
     assert torch.equal(around.hidden[0, :WINDOW], decoder_window)
 
 
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
+
+
 @pytest.mark.parametrize(
     "axes",
     [
@@ -73,16 +76,14 @@ def test_windows_are_those_of_the_decoder(store):
         {"kind": "eagle", "own_heads": True, "draft_vocab_size": 200},
         {"kind": "eagle", "num_layers": 2, "feature_layers": [1, -1]},
         {"kind": "peagle", "num_layers": 2, "own_heads": True, "own_embeddings": True, "mask_token_id": 7},
+        {"kind": "eagle", "num_layers": 2, "transformer_layer_config": WINDOWS},
+        {"kind": "peagle", "num_layers": 2, "mask_token_id": 7, "transformer_layer_config": WINDOWS},
         {"kind": "block", "num_layers": 2, "feature_layers": [1, 2], "mask_token_id": 7},
         {
             "kind": "block",
             "num_layers": 2,
             "mask_token_id": 7,
-            "transformer_layer_config": {
-                "model_type": "qwen3",
-                "layer_types": ["sliding_attention", "full_attention"],
-                "sliding_window": 9,
-            },
+            "transformer_layer_config": {**WINDOWS, "model_type": "qwen3"},
         },
         {"kind": "block", "feature_layers": [0, -1], "markov_rank": 8, "confidence": True, "mask_token_id": 7},
         {"kind": "block", "markov_rank": 8, "draft_vocab_size": 200, "sample_from_anchor": True, "mask_token_id": 7},

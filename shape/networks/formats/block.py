@@ -14,6 +14,7 @@ from shape.networks.formats.files import Checkpoint, Weights, architectures
 from shape.networks.formats.layers import (
     layers_of,
     own_weights,
+    refuse_scales,
     require_head,
     shared_options,
     take_vocabulary,
@@ -35,8 +36,6 @@ _SELECTOR = {
     "markov_head.hidden_projection.weight": "candidate_selector.hidden_projection.weight",
 }
 _CONVOLUTIONS = ("conv_kernel_size", "conv_group_size")
-# By which DFlash2 may multiply numbers, which is not done here.
-_SCALES = ("input_embedding_scale", "output_multiplier")
 
 
 def recognise(config: dict[str, Any]) -> bool:
@@ -88,11 +87,11 @@ def _read(checkpoint: Checkpoint, language_model: dict[str, Any], chosen: list[i
     for name in ("block_size", "mask_token_id"):
         if config.get(name) is None:
             raise CheckpointError(f"its configuration has no {name}")
-    if scales := [f"{name} {config[name]}" for name in _SCALES if config.get(name, 1) not in (None, 1)]:
-        raise CheckpointError(f"its configuration has {', '.join(scales)}: numbers are not scaled here")
+    refuse_scales(config)
     vocab_size, anchored = language_model["vocab_size"], config["sample_from_anchor"]
     ours = {theirs: name for name, theirs in _SELECTOR.items()}
-    weights = {ours.get(name, name): weight for name, weight in checkpoint.weights.items()}
+    named = {name.removeprefix("model."): weight for name, weight in checkpoint.weights.items()}
+    weights = {ours.get(name, name): weight for name, weight in named.items()}
     weights = with_mask(take_vocabulary(weights, vocab_size), layers["hidden_size"])
     selects = bool(config.get("selector_rank"))
     made = ShapeConfig(
@@ -120,8 +119,12 @@ def write(predictor: Predictor, target: TargetFacts) -> Checkpoint:
             f"its markov_head_type is {config.markov_head_type}, and engines load vanilla ones: use --to speculators, "
             "whose package trains it"
         )
+    if differs := _not_sglangs(predictor):
+        warnings.warn(f"SGLang passes over {' and '.join(differs)}; vLLM reads them", stacklevel=2)
     chosen = [layer - 1 for layer in config.feature_layers]
     written = {**written_layers(config, target), **common, "target_layer_ids": chosen}
+    # Which SGLang takes for the draft's own number, and z-lab's and SpecForge's packages do not do without.
+    written["num_target_layers"] = target.num_layers or max(chosen) + 1
     written |= {"torch_dtype": written_dtype(predictor), "architectures": [_ARCHITECTURES[_algorithm(config)]]}
     if _algorithm(config) != "dspark":
         names = ("block_size", "mask_token_id", "target_layer_ids", "sample_from_anchor", *_of_selector(config))
@@ -129,6 +132,18 @@ def write(predictor: Predictor, target: TargetFacts) -> Checkpoint:
     if config.sliding_window_non_causal:
         written["is_causal"] = False
     return Checkpoint(written, _written_weights(predictor))
+
+
+def _not_sglangs(predictor: Predictor) -> list[str]:
+    """What SGLang leaves out, by its `models/dspark.py` and `models/dflash.py`, so that it drafts something else."""
+    config = predictor.config
+    found = {
+        "an output embedding of the drafter's own": config.own_heads,
+        "a draft vocabulary": predictor.draft_vocabulary is not None,
+        "another width than the target's": config.target_hidden_size is not None,
+        "blocks whose first place drafts nothing": _algorithm(config) == "dspark" and not config.sample_from_anchor,
+    }
+    return [what for what, there in found.items() if there]
 
 
 def write_speculators(predictor: Predictor, target: TargetFacts) -> Checkpoint:

@@ -1,10 +1,11 @@
-"""EAGLE-3's checkpoints, and P-EAGLE's: those of SafeAILab and SpecForge (`midlayer`), and of speculators
+"""EAGLE-3's checkpoints, and P-EAGLE's: those of SafeAILab and SpecForge (`midlayer`), and of speculators and DeepSpec
 (`layers.0`).
 
 The layers that are read have two numberings. At the top of a configuration, where speculators writes and vLLM looks
 first, layer i is transformers' `hidden_states[i]`, as here. In `eagle_config`, where SpecForge writes and SGLang looks,
 a list that begins with 1 counts outputs of decoder layers: its layer i is `hidden_states[i + 1]`. Files whose list
-begins with another number use the first numbering (sgl-project/sglang, pull request 25454).
+begins with another number use the first numbering (sgl-project/sglang, pull request 25454). DeepSpec's
+`target_layer_ids` count outputs.
 """
 
 import warnings
@@ -17,6 +18,7 @@ from shape.networks.formats.files import Checkpoint, Weights, architectures
 from shape.networks.formats.layers import (
     layers_of,
     own_weights,
+    refuse_scales,
     require_head,
     require_no_token_heads,
     shared_options,
@@ -26,9 +28,10 @@ from shape.networks.formats.layers import (
     written_layers,
     written_width,
 )
-from shape.networks.formats.targets import TargetFacts
+from shape.networks.formats.targets import TargetFacts, TargetUnknown
 
 _NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_OUTPUTS = "target_layer_ids"  # DeepSpec's name, of outputs of decoder layers
 _STEPS = 7  # that the originals unroll in training, where a checkpoint says nothing
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _ORIGINAL, _OURS = "midlayer.", "layers.0."
@@ -43,8 +46,8 @@ def recognise(config: dict[str, Any]) -> bool:
 
 
 def read(checkpoint: Checkpoint, target: TargetFacts) -> tuple[ShapeConfig, Weights]:
-    """Ours of SafeAILab's or SpecForge's."""
-    return _read(checkpoint, checkpoint.config, _STEPS, target)
+    """Ours of SafeAILab's, SpecForge's or DeepSpec's."""
+    return _read(checkpoint, checkpoint.config, checkpoint.config.get("ttt_length") or _STEPS, target)
 
 
 def read_speculators(checkpoint: Checkpoint, steps: int, target: TargetFacts) -> tuple[ShapeConfig, Weights]:
@@ -61,13 +64,21 @@ def _read(
     chosen = config.get(_LAYER_IDS)
     if not chosen and (outputs := nested.get(_LAYER_IDS)):
         chosen = [layer + 1 for layer in outputs] if outputs[0] == 1 else outputs
+    if not chosen and (outputs := config.get(_OUTPUTS)):
+        chosen = [layer + 1 for layer in outputs]
     if not chosen:
         count = target.layers()
         chosen = [2, count // 2, count - 3]
+    if target.num_layers == max(chosen):
+        raise CheckpointError(
+            f"it reads what the target's last layer, {max(chosen)}, gives before the final norm, which is not read here"
+        )
+    refuse_scales(config)
     vocab_size = language_model.get("vocab_size") or target.vocab_size
     if vocab_size is None:
-        raise CheckpointError("its configuration has no vocab_size; give --target")
-    weights = {name.replace(_ORIGINAL, _OURS, 1): weight for name, weight in checkpoint.weights.items()}
+        raise TargetUnknown("its configuration has no vocab_size; give --target")
+    named = {name.removeprefix("model."): weight for name, weight in checkpoint.weights.items()}
+    weights = {name.replace(_ORIGINAL, _OURS, 1): weight for name, weight in named.items()}
     weights = take_vocabulary(weights, vocab_size)
     parallel = _PARALLEL in weights
     options: dict[str, Any] = {name: bool(config.get(name, nested.get(name, False))) for name in _NORMS}
@@ -88,7 +99,10 @@ def _read(
 def _mask_token(config: dict[str, Any]) -> int:
     given = next((config[name] for name in _MASK_IDS if config.get(name) is not None), None)
     if given is None:
-        raise CheckpointError(f"its configuration has no {_MASK_IDS[0]}")
+        raise CheckpointError(
+            f"its configuration has no {_MASK_IDS[0]}, the token that masks read; add it to config.json (SpecForge "
+            "leaves it out: the tokenizer's mask token, or else the first id that the tokenizer does not use)"
+        )
     return int(given)
 
 
@@ -103,6 +117,8 @@ def write(predictor: Predictor, target: TargetFacts) -> Checkpoint:
         raise CheckpointError(f"this layout has Llama's layers, and not {layers['model_type']}'s: use --to speculators")
     if config.num_layers > 1:
         raise CheckpointError(f"this layout has one layer, and it has {config.num_layers}: use --to speculators")
+    if any(config.windows):
+        raise CheckpointError("this layout has no layers of sliding_attention, and it has: use --to speculators")
     rope = layers.pop("rope_parameters", None) or {"rope_theta": 10000.0}
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
     scaled = scaling.get("rope_type", "default") != "default"
@@ -125,6 +141,8 @@ def write(predictor: Predictor, target: TargetFacts) -> Checkpoint:
         },
         **_written(predictor),
     }
+    if predictor.lm_head is None:  # by which SGLang knows that the target's is meant
+        written["draft_vocab_size"] = None
     weights = own_weights(predictor)
     return Checkpoint(written, {name.replace(_OURS, _ORIGINAL, 1): weight for name, weight in weights.items()})
 

@@ -37,6 +37,23 @@ _MASK = "mask_embedding"  # ours alone: the target's embedding of a token
 _TRAINING_ONLY = ("verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
 
 
+# Options that change what is computed and are not known here, with the value that changes nothing.
+_NEUTRAL = {
+    "input_embedding_scale": 1,
+    "output_multiplier": 1,
+    "attention_value_scale": 1,
+    "logit_scale": 1,
+    "is_neox_style": True,
+    "rope_is_neox_style": True,
+}
+
+
+def refuse_scales(config: dict[str, Any]) -> None:
+    """Raises CheckpointError for numbers that are multiplied, or rotary positions in another order."""
+    if given := [f"{name} {config[name]}" for name, value in _NEUTRAL.items() if config.get(name) not in (None, value)]:
+        raise CheckpointError(f"its configuration has {', '.join(given)}, which is not computed here")
+
+
 def layers_of(config: dict[str, Any]) -> dict[str, Any]:
     """`transformer_layer_config` of a configuration that may leave defaults out, or be of an earlier release.
 

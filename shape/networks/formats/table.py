@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from shape.networks.base import Predictor
 from shape.networks.config import ShapeConfig
 from shape.networks.formats import block, eagle, medusa, mtp, speculators
 from shape.networks.formats.files import Checkpoint, Weights, read_checkpoint, write_checkpoint
-from shape.networks.formats.targets import TargetFacts
+from shape.networks.formats.targets import TargetFacts, TargetUnknown
 from shape.networks.registry import PREDICTORS
 from shape.target.identity import TargetIdentity
 from shape.target.loading import SOURCE, only
@@ -73,9 +74,14 @@ def load(
         raise CheckpointError(f"checkpoint {source} is of no known format ({', '.join(FORMATS)}); name it with --from")
     named = speculators.verifier(checkpoint.config) or checkpoint.config.get("base_model_name_or_path")
     named = str(source) if FORMATS[name].prefix else named
-    known = TargetFacts() if target is None else TargetFacts.of(target, **only(SOURCE | {"trust_remote_code"}, hub))
+    facts = partial(TargetFacts.of, **only(SOURCE | {"trust_remote_code"}, hub))
     try:
-        config, weights = FORMATS[name].read(checkpoint, known)
+        try:
+            config, weights = FORMATS[name].read(checkpoint, TargetFacts() if target is None else facts(target))
+        except TargetUnknown:  # the one that the checkpoint names, which is read only if need be
+            if target is not None or not named:
+                raise
+            config, weights = FORMATS[name].read(checkpoint, facts(named))
     except (CheckpointError, ConfigError) as error:
         raise CheckpointError(f"checkpoint {source} cannot be read as {name}: {error}") from error
     if named:

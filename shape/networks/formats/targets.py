@@ -11,6 +11,10 @@ from shape.errors import CheckpointError
 from shape.files import reading
 
 
+class TargetUnknown(CheckpointError):
+    """Something has to be known of a target that was not given."""
+
+
 @dataclass(frozen=True)
 class TargetFacts:
     """Of a target that may not be there: empty or None is unknown."""
@@ -42,10 +46,10 @@ class TargetFacts:
         """How many it has.
 
         Raises:
-            CheckpointError: unknown.
+            TargetUnknown: unknown.
         """
         if self.num_layers is None:
-            raise CheckpointError(
+            raise TargetUnknown(
                 "the checkpoint does not say which layers of the target it reads, and their default depends on the "
                 "target: give --target"
             )

@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import ROOT, predictor
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
 
 from shape.errors import CheckpointError, ConfigError
 from shape.networks.formats.files import read_checkpoint
@@ -26,6 +28,7 @@ SLIDING = {
         "use_sliding_window": True, "num_attention_heads": 2,
     },
 }  # fmt: skip
+WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 4, "use_sliding_window": True}
 WIDTH = {"hidden_size": 16, "target_hidden_size": 48, "own_heads": True, "own_embeddings": True}
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 DSPARK = {**BLOCK, "markov_rank": 4, "confidence": True, "sample_from_anchor": True}
@@ -42,6 +45,7 @@ OURS = {
     ),
     "eagle with norms": ({**EAGLE, "norm_before_fc": True, "norm_before_residual": True}, ["speculators", "eagle3"]),
     "eagle of layers": ({**EAGLE, "num_layers": 3}, ["speculators"]),
+    "eagle with windows": ({**EAGLE, "transformer_layer_config": WINDOW}, ["speculators"]),
     "peagle": ({**PEAGLE}, ["speculators"]),
     "peagle of some tokens": (
         {**PEAGLE, "own_heads": True, "own_embeddings": True, "draft_vocab_size": 20, "norm_before_fc": True},
@@ -298,6 +302,49 @@ def test_default_layers_depend_on_the_target(tmp_path, tiny_model):
     assert load(tmp_path, target).config.feature_layers == [2, 4, 5]
 
 
+def test_default_layers_are_those_of_the_target_that_the_checkpoint_names(tmp_path, tiny_target_folder):
+    """As of EAGLE-3 that speculators has converted."""
+    save(made(OURS["eagle"][0]), tmp_path, "speculators", replace(TARGET, name=str(tiny_target_folder)))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, LAYER_IDS: None}))
+    count = TargetFacts.of(tiny_target_folder).num_layers
+    assert load(tmp_path).config.feature_layers == [2, count // 2, count - 3]
+
+
+def test_deepspecs_eagle3(tmp_path):
+    """Whose layers are outputs, at the top of a Qwen3's configuration; and weights behind `model.`."""
+    network = made({**EAGLE, "draft_vocab_size": None, "transformer_layer_config": {"model_type": "qwen3"}})
+    save(network, tmp_path, "speculators", TARGET)
+    theirs = json.loads((tmp_path / "config.json").read_text())
+    config = {
+        **theirs["transformer_layer_config"], "architectures": ["Qwen3Eagle3Model"], "target_layer_ids": [1, 3, 4],
+        "ttt_length": 5,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({f"model.{name}": weight for name, weight in weights.items()}, tmp_path / "model.safetensors")
+    again = load(tmp_path)
+    assert again.config.feature_layers == [2, 4, 5] and again.config.num_steps == 5
+    assert all(torch.equal(weight, again.state_dict()[name]) for name, weight in network.named_parameters())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "target_layer_ids": [1, 3, 7]}))
+    with pytest.raises(CheckpointError, match="what the target's last layer, 8, gives before the final norm"):
+        load(tmp_path, LlamaConfig(num_hidden_layers=8))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_is_neox_style": False}))
+    with pytest.raises(CheckpointError, match="rope_is_neox_style False, which is not computed here"):
+        load(tmp_path)
+
+
+def test_what_sglang_reads_of_a_configuration(tmp_path):
+    save(made(OURS["eagle with the target's head"][0]), tmp_path / "a", "eagle3", TARGET)
+    written = json.loads((tmp_path / "a/config.json").read_text())
+    assert written["draft_vocab_size"] is None  # so the head is the target's
+    save(made(OURS["dflash"][0]), tmp_path / "b", "dspark", TARGET)
+    assert json.loads((tmp_path / "b/config.json").read_text())["num_target_layers"] == TARGET.num_layers
+    said = "SGLang passes over an output embedding of the drafter's own and a draft vocabulary and blocks whose first"
+    with pytest.warns(UserWarning, match=said):
+        save(made(OURS["dspark of some tokens"][0]), tmp_path / "c", "dspark", TARGET)
+
+
 def test_tokens_in_place_of_differences_are_refused(tmp_path):
     network = made(OURS["eagle"][0])
     save(network, tmp_path, "eagle3", TARGET)
@@ -313,6 +360,7 @@ def test_tokens_in_place_of_differences_are_refused(tmp_path):
         ({**EAGLE, "own_heads": False}, "eagle3", "give --target, from which they are copied"),
         ({**EAGLE}, "medusa", "kind eagle, and the format medusa is for medusa"),
         ({**EAGLE, "transformer_layer_config": {"model_type": "qwen3"}}, "eagle3", "use --to speculators"),
+        ({**EAGLE, "transformer_layer_config": WINDOW}, "eagle3", "no layers of sliding_attention"),
         ({**EAGLE, "num_layers": 2}, "eagle3", "one layer, and it has 2: use --to speculators"),
         ({**PEAGLE, "fc_norm": True}, "speculators", "fc_norm, which engines know of EAGLE-3 alone"),
         ({**EAGLE, "feature_layers": [1, -1]}, "eagle3", "engines know those from 0 on"),
@@ -380,7 +428,7 @@ def test_dflash2_is_read_as_it_is_published(tmp_path):
         assert getattr(again.config, name) == getattr(network.config, name), name
     assert all(torch.equal(weight, again.state_dict()[name]) for name, weight in network.named_parameters())
     (tmp_path / "config.json").write_text(json.dumps({**bare, "dflash_config": {**own, "output_multiplier": 0.5}}))
-    with pytest.raises(CheckpointError, match=r"output_multiplier 0\.5: numbers are not scaled"):
+    with pytest.raises(CheckpointError, match=r"output_multiplier 0\.5, which is not computed"):
         load(tmp_path)
 
 
