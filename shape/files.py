@@ -10,7 +10,9 @@ from textwrap import shorten
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, overload
 
-from shape.errors import DiskSpaceError, ShapeError, is_full_disk
+from filelock import FileLock, Timeout
+
+from shape.errors import ConfigError, DiskSpaceError, ShapeError, is_full_disk
 
 T = TypeVar("T")
 
@@ -29,6 +31,25 @@ def prepare_file(path: str | Path) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     if Path(path).is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+
+
+@contextmanager
+def sole_writer(lock: Path, work: str) -> Iterator[None]:
+    """Holds a lock file.
+
+    Raises:
+        ConfigError: another process does.
+    """
+    held = FileLock(lock)
+    try:
+        held.acquire(timeout=0)
+    except Timeout:
+        raise ConfigError(f"another process does {work} already; wait for its end, or give another output") from None
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)  # nobody waits for it
+        held.release()
 
 
 @contextmanager

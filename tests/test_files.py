@@ -2,7 +2,8 @@
 
 import pytest
 
-from shape.files import human_bytes
+from shape.errors import ConfigError
+from shape.files import human_bytes, sole_writer
 
 
 @pytest.mark.parametrize(
@@ -24,3 +25,14 @@ from shape.files import human_bytes
 )
 def test_sizes_have_three_digits_and_no_exponent(size, shown):
     assert human_bytes(size) == shown
+
+
+def test_one_process_writes_at_a_time(tmp_path):
+    lock = tmp_path / "a folder that is not there yet" / ".lock"
+    with sole_writer(lock, "a training into o"):
+        second = sole_writer(lock, "a training into o")
+        with pytest.raises(ConfigError, match="another process does a training into o already; wait for its end"):
+            second.__enter__()
+    with sole_writer(lock, "a training into o"):
+        assert lock.exists()
+    assert not lock.exists()

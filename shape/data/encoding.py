@@ -17,7 +17,7 @@ from shape.errors import DataError
 from shape.target.chat import first_tokens
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: Lightning rebuilds what is in a batch where it casts it
 class Encoded:
     """A conversation as tokens: input_ids (T,) int64 and loss_mask (T,) bool, True on supervised tokens."""
 

@@ -4,7 +4,7 @@ The command is `shape.cli.harness`.
 """
 
 from dataclasses import fields
-from itertools import dropwhile
+from itertools import compress
 from typing import Any
 
 import torch
@@ -33,13 +33,13 @@ class _StopsWithin(StopStringCriteria):
     models leave out.
 
     Args:
-        context: (B, L) ids of the prompts, padded on the left.
+        context, mask: (B, L) ids of the prompts, padded on the left, and where these are no padding.
     """
 
-    def __init__(self, tokenizer: Any, stop: list[str], context: Tensor) -> None:
+    def __init__(self, tokenizer: Any, stop: list[str], context: Tensor, mask: Tensor) -> None:
         super().__init__(tokenizer, stop)
         whole = context.tolist()
-        bare = [list(dropwhile(lambda token: token == tokenizer.pad_token_id, row)) for row in whole]
+        bare = [list(compress(row, here)) for row, here in zip(whole, mask.tolist(), strict=True)]
         self._prompts = sorted([*whole, *bare], key=len, reverse=True)
 
     def __call__(self, input_ids: Tensor, scores: Any, **more: Any) -> Any:
@@ -98,6 +98,7 @@ class ShapeLM(HFLM):
 
         Greedy unless a task says `do_sample`; samples depend on torch's global seed, which lm-evaluation-harness sets.
         """
+        mask = generation_kwargs.get("attention_mask", torch.ones_like(context))
         sampled = bool(generation_kwargs.pop("do_sample", generation_kwargs.get("temperature", 0.0) > 0))
         if not sampled:
             for name in ("temperature", "top_k", "top_p", "min_p"):
@@ -107,7 +108,7 @@ class ShapeLM(HFLM):
             max_new_tokens=max_length - context.shape[1],
             do_sample=sampled,
             stop_strings=None,
-            stopping_criteria=_StopsWithin(self.tokenizer, stop, context) if stop else None,
+            stopping_criteria=_StopsWithin(self.tokenizer, stop, context, mask) if stop else None,
             acceptance=self.acceptance,
             return_dict_in_generate=True,
             **generation_kwargs,

@@ -35,6 +35,7 @@ from shape.features.shards import load_checked, missing_shards, quantise, shard_
 from shape.features.storage import Storage
 from shape.features.store import FeatureStore
 from shape.files import human_bytes, written_whole
+from shape.target.identity import weights_hash
 from shape.target.loading import of_target
 from shape.target.model import Target, announce
 
@@ -112,6 +113,7 @@ def extract(
             conversations=len(conversations),
             fingerprint=fingerprint(conversations),
             before=options.before,
+            weights=weights_hash(target.model),
         ),
     )
     work = _Extraction(target, conversations, storage, manifest, options, states or partial(compute_features, target))

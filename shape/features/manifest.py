@@ -29,6 +29,7 @@ class Manifest:
             `hidden_states` (0: the embedding).
         dtype: of the stored states.
         before: states stored before each answer, beside the answer's own; None stores all.
+        weights: `weights_hash` of the target; empty is unknown.
     """
 
     target: TargetIdentity
@@ -40,6 +41,7 @@ class Manifest:
     conversations: int
     fingerprint: str
     before: int | None = None
+    weights: str = ""
     format_version: int = FORMAT_VERSION
 
     @classmethod
@@ -68,7 +70,8 @@ class Manifest:
             return found
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2, sort_keys=True) + "\n"
+        values = {name: value for name, value in asdict(self).items() if name != "weights" or value}
+        return json.dumps(values, indent=2, sort_keys=True) + "\n"
 
     @property
     def digest(self) -> str:
@@ -101,6 +104,8 @@ class Manifest:
         layers and states beyond those wanted.
         """
         found = [f"target's {phrase}" for phrase in self.target.differences(other.target)]
+        if self.weights and other.weights and self.weights != other.weights:
+            found.append("the target's weights")
         if self.fingerprint != other.fingerprint:
             found.append("the conversations")
         if not set(other.layers) <= set(self.layers):

@@ -127,9 +127,10 @@ class LocalCopies(Generic[T]):
         while True:
             try:
                 os.utime(copy)  # so that it counts as used
-                if name not in self._read:
-                    self._read[name] = self.read(copy)
-                return self._read[name]
+                found = self._read.get(name)  # a thread may drop it at any time
+                if found is None:
+                    found = self._read[name] = self.read(copy)
+                return found
             except FileNotFoundError:
                 self._read.pop(name, None)
                 self._fetch(name)

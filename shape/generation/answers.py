@@ -1,6 +1,7 @@
 """Answers of a target on this machine, or of a server, for regeneration."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,10 +13,12 @@ from shape.data.endpoint import Endpoint, EndpointBackend
 from shape.data.reading import load_conversations
 from shape.data.regeneration import Share, Summary, check_output, in_every_process, regenerate, require_prompts
 from shape.errors import ConfigError, DataError
+from shape.files import sole_writer
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.options import RegenerationOptions
 from shape.generation.prompts import side_by_side
 from shape.target.chat import Message, answer_message, prompt_ids
+from shape.target.identity import weights_hash
 from shape.target.loading import of_target
 from shape.target.model import announce
 
@@ -42,7 +45,7 @@ class LocalBackend:
         identity = {k: v for k, v in target.identity.to_dict().items() if k not in ("name", "revision")}
         sampling = {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature}
         bound = {} if self.max_length is None else {"max_length": self.max_length}
-        return {"dtype": str(target.dtype), **sampling, **bound, **identity}
+        return {"dtype": str(target.dtype), **sampling, **bound, **identity, "weights": weights_hash(target.model)}
 
     def generate(self, requests: Sequence[Request]) -> list[Answer | DataError | None]:
         answers: list[Answer | DataError | None] = [None] * len(requests)
@@ -154,8 +157,11 @@ def regenerate_from(options: RegenerationOptions) -> Summary | None:
     def work(share: Share) -> None:
         found.append(regenerate(conversations, backend, options.output, options, share=share))
 
-    if isinstance(backend, LocalBackend):
-        in_every_process(work, trainer)
-    elif trainer.is_global_zero:
-        work(Share())
+    output = Path(options.output)
+    alone = sole_writer(output.with_name(f".{output.name}.lock"), f"a regeneration into {output}")
+    with alone if trainer.is_global_zero else nullcontext():
+        if isinstance(backend, LocalBackend):
+            in_every_process(work, trainer)
+        elif trainer.is_global_zero:
+            work(Share())
     return found[0] if found else None

@@ -314,7 +314,7 @@ def attend_in_order(
         window: how many positions each sees at most, the last ones, its own among them.
     """
     if past is None and window is not None:
-        past = tuple(part[:, :, :0] for part in new)
+        past = new[0][:, :, :0], new[1][:, :, :0]
     if past is None or (window is None and not past[0].shape[2]):
         grouped = query.shape[1] != new[0].shape[1]
         return F.scaled_dot_product_attention(query, *new, is_causal=True, enable_gqa=grouped)

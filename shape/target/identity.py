@@ -16,6 +16,7 @@ from shape.files import typed
 # Encoded by every tokenizer into its identity: vocabularies can be equal where the merges differ.
 _TOKENIZER_PROBE = "The 3 quick  brown foxes, 1,024 émigrés & 東京\n\tdef f(x): return x**2 <|im_start|> </s>"
 _HEAD_SAMPLE_ROWS = 64
+_WEIGHT_SAMPLE = 8  # rows and columns
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,25 @@ def float_weight(module: Any) -> Tensor | None:
     weight: Any = getattr(module, "weight", None)
     ordinary = type(weight) in (Tensor, nn.Parameter)  # quantisers give their own kinds of tensor, or a method
     return weight if ordinary and weight.is_floating_point() and weight.itemsize > 1 else None
+
+
+def weights_hash(model: nn.Module) -> str:
+    """Hash of a few numbers of every weight in bfloat16, which tells fine-tuned targets apart that share their head.
+
+    Empty, which is "unknown", where a weight is quantised, in float16, offloaded, or shared out among processes.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        weight = parameter.detach()
+        ordinary = type(parameter) in (Tensor, nn.Parameter) and weight.is_floating_point() and weight.itemsize > 1
+        if not ordinary or weight.device.type == "meta" or weight.dtype == torch.float16:
+            return ""
+        for dimension, size in enumerate(weight.shape):
+            rows = torch.linspace(0, size - 1, min(size, _WEIGHT_SAMPLE), dtype=torch.float64).long()
+            weight = weight.index_select(dimension, rows.to(weight.device))
+        sample = weight.to("cpu", torch.bfloat16).contiguous()
+        digest.update(name.encode() + sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _head_hash(head: nn.Module) -> str:

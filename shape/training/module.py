@@ -90,12 +90,9 @@ class TrainingModule(pl.LightningModule):
             module.start_clock()
         schedule = self.lr_schedulers()
         assert isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
-        if schedule.base_lrs != self._peaks:  # those of the checkpoint
-            schedule.base_lrs = list(self._peaks)
-            for group, peak, factor in zip(
-                schedule.optimizer.param_groups, self._peaks, schedule.lr_lambdas, strict=True
-            ):
-                group["lr"] = peak * factor(self.global_step)
+        schedule.base_lrs = list(self._peaks)  # a checkpoint has those, and the rates, of its own options
+        for group, peak, factor in zip(schedule.optimizer.param_groups, self._peaks, schedule.lr_lambdas, strict=True):
+            group["lr"] = peak * factor(self.global_step)
 
     def optimizer_step(self, *arguments: Any, **options: Any) -> None:
         super().optimizer_step(*arguments, **options)

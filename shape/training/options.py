@@ -398,10 +398,10 @@ class TrainOptions(TargetOptions):
             )
         if not self.online:
             self._check_features()
-        for name in ("prompts", "max_new_tokens", "every", "patience"):
+        for name, least in (("prompts", 1), ("max_new_tokens", 2), ("every", 1), ("patience", 1)):
             value = getattr(self.validation, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"validation.{name} is {value}; give a positive number")
+            if value is not None and value < least:
+                raise ConfigError(f"validation.{name} is {value}; give at least {least}")
         if self.measurement.limit < 0 or self.measurement.max_new_tokens < 1 or self.measurement.temperature < 0:
             raise ConfigError("measurement needs limit >= 0, max_new_tokens >= 1 and temperature >= 0; correct them")
         for name in {"wandb", "mlflow"} & set(self.loggers):

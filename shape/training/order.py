@@ -21,7 +21,7 @@ class StepOrder:
 
     def __init__(self, seed: int, count: int, batch_size: int) -> None:
         self.seed, self.count, self.batch_size = seed, count, batch_size
-        self._epoch, self._permutation = -1, torch.empty(0, dtype=torch.int64)
+        self._permutations: dict[int, Tensor] = {}  # of two epochs: what is fetched ahead may be the next one's
 
     def step(self, step: int) -> Tensor:
         """Sample numbers of one step's whole batch, (batch_size,) int64."""
@@ -35,10 +35,12 @@ class StepOrder:
         return torch.cat(parts)
 
     def _of(self, epoch: int) -> Tensor:
-        if epoch != self._epoch:
+        if epoch not in self._permutations:
             generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
-            self._epoch, self._permutation = epoch, self._draw(epoch, generator)
-        return self._permutation
+            self._permutations[epoch] = self._draw(epoch, generator)
+            for other in sorted(self._permutations, key=lambda one: abs(one - epoch))[2:]:
+                del self._permutations[other]
+        return self._permutations[epoch]
 
     def _draw(self, epoch: int, generator: torch.Generator) -> Tensor:
         return torch.randperm(self.count, generator=generator)

@@ -86,7 +86,8 @@ def export_and_measure(
         _export(predictor, output, target, record)
         (output / "measurement.json").write_text(results.to_json())
     elif options.measurement.limit:
-        console.print("speed was not measured: the data has no chats to ask; give --measurement.prompts")
+        told = "the data has no chats to ask, or none that leave room for an answer; give --measurement.prompts"
+        console.print(f"speed was not measured: {told}")
     _show_sample(decoder, prompts, options, console)
     console.print(f"the predictor is in {output}; try it:", highlight=False)
     text = prompts[0].turns[0] if prompts else "Hello"

@@ -5,7 +5,7 @@ The commands are `shape.cli.train` and, for several predictors at once, `shape.c
 
 import ctypes
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +18,7 @@ from shape.data.conversations import fingerprint
 from shape.features.extraction import extract
 from shape.features.storage import Storage
 from shape.features.store import FeatureStore
+from shape.files import sole_writer
 from shape.networks.base import Predictor
 from shape.networks.registry import PREDICTORS
 from shape.networks.sizing import draft_vocabulary
@@ -88,20 +89,24 @@ def _train(
             f"{first.training.batch_size} positions",
             flush=True,
         )
-    if checkpoint is None:
-        for folder in dict.fromkeys([output, *(Path(run.output) for run in runs)]):
-            set_aside(folder)
-    trained = modules[0] if len(modules) == 1 else JointModule(dict(zip(names, modules, strict=True)))
-    trainer.fit(trained, data, ckpt_path=checkpoint, weights_only=True)
-    if trainer.is_global_zero:
-        validating = sum(validation.seconds for validation in validations)
-        seconds = round(modules[0].seconds, 1)
-        record: dict[str, Any] = {"answers": material.answers, "examples": data.size, "seconds": seconds}
-        record |= throughput(first, modules[0], modules[0].seconds - validating, counted)
-        if len(runs) > 1:  # of all, as it cannot be told apart
-            record |= {"joint": list(names), "validation_seconds": round(validating, 1)}
-        for run, module, validation in zip(runs, modules, validations, strict=True):
-            export_and_measure(run, module, validation, material.prompts, record)
+    folders = list(dict.fromkeys([output, *(Path(run.output) for run in runs)]))
+    with ExitStack() as alone:
+        for folder in folders if trainer.is_global_zero else []:
+            alone.enter_context(sole_writer(folder / ".train.lock", f"a training into {folder}"))
+        if checkpoint is None:
+            for folder in folders:
+                set_aside(folder)
+        trained = modules[0] if len(modules) == 1 else JointModule(dict(zip(names, modules, strict=True)))
+        trainer.fit(trained, data, ckpt_path=checkpoint, weights_only=True)
+        if trainer.is_global_zero:
+            validating = sum(validation.seconds for validation in validations)
+            seconds = round(modules[0].seconds, 1)
+            record: dict[str, Any] = {"answers": material.answers, "examples": data.size, "seconds": seconds}
+            record |= throughput(first, modules[0], modules[0].seconds - validating, counted)
+            if len(runs) > 1:  # of all, as it cannot be told apart
+                record |= {"joint": list(names), "validation_seconds": round(validating, 1)}
+            for run, module, validation in zip(runs, modules, validations, strict=True):
+                export_and_measure(run, module, validation, material.prompts, record)
 
 
 def _features(options: TrainOptions, material: Material) -> FeatureStore:
@@ -122,6 +127,7 @@ def _validation(options: TrainOptions, material: Material, name: str) -> Decodin
         at_start=options.init is not None,
         patience=options.validation.patience,
         tree=options.tree,
+        asked=fingerprint(material.for_validation),
     )
 
 

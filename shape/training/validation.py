@@ -40,7 +40,9 @@ def acceptance_length(emitted: Sequence[int], forwards: Sequence[int]) -> dict[s
     """Sum of tokens over sum of forwards, of each prompt: its value, and low and high of its interval."""
     counts = np.array([emitted, forwards], dtype=float)
     found = asdict(estimate(lambda weights: ratio(*(weights @ each for each in counts)), len(emitted)))
-    return {name: found["value"] if figure is None else figure for name, figure in found.items()}
+    # Where the prefill's tokens ended all answers there is nothing to divide.
+    value = 1.0 if found["value"] is None else found["value"]
+    return {name: value if figure is None else figure for name, figure in found.items()}
 
 
 class DecodingValidation(pl.Callback):
@@ -59,6 +61,7 @@ class DecodingValidation(pl.Callback):
         at_start: measure before the first step too, where training starts from trained weights.
         patience: measurements in a row without a new best after which training ends; None goes on.
         tree: the shape of the drafts, where a resumed run may have another one.
+        asked: what the prompts were made from; default: their tokens, which chat templates with a date change by day.
 
     Attributes:
         history: acceptance length and its interval by step.
@@ -75,9 +78,11 @@ class DecodingValidation(pl.Callback):
         at_start: bool = False,
         patience: int | None = None,
         tree: TreeShape | None = None,
+        asked: str | None = None,
     ) -> None:
         self.prompts, self.every, self.max_new_tokens, self.at_start = list(prompts), every, max_new_tokens, at_start
         self.best_path, self.name, self.patience, self.tree = best_path, name, patience, tree
+        self._asked = asked or [prompt.tolist() for prompt in self.prompts]
         self.history: list[dict[str, float]] = []
         self.seconds = 0.0
         self._resumed_from = best_path
@@ -93,8 +98,8 @@ class DecodingValidation(pl.Callback):
     @property
     def _decoded(self) -> dict[str, str]:
         """What is decoded, as a hash, and the shape of the drafts: lengths compare with the same ones alone."""
-        decoded = [[prompt.tolist() for prompt in self.prompts], self.max_new_tokens]
-        return {"decoded": hashlib.sha256(json.dumps(decoded).encode()).hexdigest()[:16], "tree": str(self.tree)}
+        decoded = [self._asked, len(self.prompts), self.max_new_tokens]
+        return {"asked": hashlib.sha256(json.dumps(decoded).encode()).hexdigest()[:16], "tree": str(self.tree)}
 
     def state_dict(self) -> dict[str, Any]:
         return {"history": self.history, "seconds": self.seconds, **self._decoded}

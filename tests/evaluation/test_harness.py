@@ -98,12 +98,16 @@ def test_sampled_text_follows_the_seed_alone(models):
 
 
 def test_stop_strings_count_in_what_was_written_alone(tiny_target):
-    """As in the library's own models, and for prompts with padding, or without, as decoding takes it off."""
+    """As in the library's own models, and for prompts with padding, or without, as decoding takes it off; also where a
+    prompt begins with the token that pads.
+    """
     tokenizer = tiny_target.tokenizer
     rows = [tokenizer(text, add_special_tokens=False).input_ids for text in ("ab", "longer ab")]
+    rows.append([tokenizer.pad_token_id, *rows[0]])
     width = max(map(len, rows))
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
     padded = [[tokenizer.pad_token_id] * (width - len(row)) + row for row in rows]
-    stops = _StopsWithin(tokenizer, ["bc"], torch.tensor(padded))
+    stops = _StopsWithin(tokenizer, ["bc"], torch.tensor(padded), mask)
     for prompt in [*rows, *padded]:
         for text, met in (("c", False), ("bc", True), ("c bc", True)):
             written = tokenizer(text, add_special_tokens=False).input_ids

@@ -10,7 +10,7 @@ import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
 from shape.errors import ConfigError, DataError, TargetMismatch, UnsupportedTarget
-from shape.target.identity import TargetIdentity
+from shape.target.identity import TargetIdentity, weights_hash
 from shape.target.loading import resolve_dtype
 from shape.target.model import _SELECTS, Target
 
@@ -87,6 +87,15 @@ def test_a_changed_chat_template_warns_and_another_target_is_refused(tiny_target
     other = Target(tiny_model("llama", torch.float32, seed=2, vocab_size=len(tiny_tokenizer)), tiny_tokenizer)
     with pytest.raises(TargetMismatch, match=r"\(revision 0ab1\), and .* differs in output embedding"):
         trained.require(other.identity)
+
+
+def test_weights_are_told_apart_behind_one_head(tiny_target, tiny_target_folder):
+    whole, half = weights_hash(tiny_target.model), Target.load(tiny_target_folder, dtype="bfloat16")
+    assert whole == weights_hash(half.model) == weights_hash(Target.load(tiny_target_folder, prepacked=True).model)
+    tuned = deepcopy(tiny_target.model)
+    tuned.model.layers[0].mlp.up_proj.weight.data *= 1.1
+    assert Target(tuned).identity.differences(tiny_target.identity) == [] and weights_hash(tuned) != whole
+    assert weights_hash(tuned.half()) == ""
 
 
 def test_gradients_end_at_the_target(tiny_target, tiny_target_folder):

@@ -181,6 +181,12 @@ def test_accumulated_parts_are_the_whole_batch(unequal, tiny_target):
         assert logged[0][f"train/{name}"] == pytest.approx(float(logged[1][f"train/{name}"]), rel=1e-4), name
 
 
+def test_online_training_in_half_precision(tiny_target):
+    """Where Lightning casts all that is in a batch."""
+    module = fit(tiny_target, UNEQUAL, precision="bf16-true", options=replace(OPTIONS, steps=2))
+    assert module.predictor.dtype == torch.bfloat16 and module.global_step == 2
+
+
 def test_online_features_are_computed_outside_of_autocast(tiny_target, monkeypatch):
     """In the target's dtype, to the last bit what extraction would have stored."""
     found = []

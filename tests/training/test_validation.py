@@ -174,6 +174,10 @@ def test_measurements_on_other_prompts_or_with_other_drafts_are_not_compared(mea
 
 def test_a_checkpoint_that_does_not_say_what_was_decoded_is_taken_as_it_is(measuring, tmp_path):
     _, validation = measuring(tmp_path, [3.0], 4)
-    saved = {name: value for name, value in validation.state_dict().items() if name != "decoded"}
+    saved = {name: value for name, value in validation.state_dict().items() if name != "asked"}
     validation.load_state_dict(saved)
     assert [entry["value"] for entry in validation.history] == [3.0]
+
+
+def test_answers_that_end_with_the_prefill_have_length_one():
+    assert acceptance_length([0, 0], [0, 0]) == {"value": 1.0, "low": 1.0, "high": 1.0}

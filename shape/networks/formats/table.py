@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,14 +73,15 @@ def load(
         raise CheckpointError(f"checkpoint {source} is of no known format ({', '.join(FORMATS)}); name it with --from")
     named = speculators.verifier(checkpoint.config) or checkpoint.config.get("base_model_name_or_path")
     named = str(source) if FORMATS[name].prefix else named
-    facts = partial(TargetFacts.of, **only(SOURCE | {"trust_remote_code"}, hub))
+    known = only(SOURCE | {"trust_remote_code"}, hub)
+    facts = TargetFacts() if target is None else TargetFacts.of(target, **known)
     try:
         try:
-            config, weights = FORMATS[name].read(checkpoint, TargetFacts() if target is None else facts(target))
+            config, weights = FORMATS[name].read(checkpoint, facts)
         except TargetUnknown:  # the one that the checkpoint names, which is read only if need be
             if target is not None or not named:
                 raise
-            config, weights = FORMATS[name].read(checkpoint, facts(named))
+            config, weights = FORMATS[name].read(checkpoint, TargetFacts.of(named, **known))
     except (CheckpointError, ConfigError) as error:
         raise CheckpointError(f"checkpoint {source} cannot be read as {name}: {error}") from error
     if named:
