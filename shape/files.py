@@ -35,7 +35,7 @@ def prepare_file(path: str | Path) -> None:
 
 @contextmanager
 def sole_writer(lock: Path, work: str) -> Iterator[None]:
-    """Holds a lock file.
+    """Holds a lock file, where files can be locked.
 
     Raises:
         ConfigError: another process does.
@@ -45,11 +45,14 @@ def sole_writer(lock: Path, work: str) -> Iterator[None]:
         held.acquire(timeout=0)
     except Timeout:
         raise ConfigError(f"another process does {work} already; wait for its end, or give another output") from None
+    except OSError:  # what writes there says what is wrong with the folder
+        pass
     try:
         yield
     finally:
-        lock.unlink(missing_ok=True)  # nobody waits for it
-        held.release()
+        if held.is_locked:
+            lock.unlink(missing_ok=True)  # nobody waits for it
+            held.release()
 
 
 @contextmanager

@@ -31,10 +31,11 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from shape.drafters import PREDICTORS, Committed
+from shape.drafters import Committed
 from shape.drafters.recipes.pack import Pack, Recipe
 from shape.networks.base import Predictor
 from shape.networks.config import ShapeConfig
+from shape.networks.registry import PREDICTORS
 from shape.networks.transport import Plan
 from shape.target.model import Target
 from shape.verification.noise import token_hashes

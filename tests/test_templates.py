@@ -74,7 +74,7 @@ TOOLS = (
     Message("tool", "R", more={"name": "f"}),
     bot("A1", "T1"),
 )
-TOLD = (Message("system", "S"), user("Q1"), bot("A1"), user("Q2"), bot("A2"))
+TOLD = (Message("system", "S"), *THOUGHTFUL)
 QWEN = "<|im_start|>user\nQ1<|im_end|>\n<|im_start|>assistant\n"
 QWEN_TEXTS = [
     f"{QWEN}[<think>\nT1\n</think>\n\nA1<|im_end|>]\n",
@@ -242,6 +242,8 @@ def test_an_answer_becomes_the_message_that_its_template_knows(shipped, family, 
         ("deepseek-r1", "T\n</think>\n\nA", "A"),  # the prompt opens it
         ("deepseek-r1", "half a", ""),
         ("llama31", "A", "A"),
+        ("llama31", "Split at </think>, and so on", "Split at </think>, and so on"),
+        ("qwen3", "<think>\nT\n</think>\n\nSplit at </think>", "Split at </think>"),
     ],
 )
 def test_what_an_answer_says_is_told_from_its_reasoning(shipped, family, text, says):

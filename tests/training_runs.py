@@ -15,13 +15,13 @@ from helpers import write_rows
 from pytorch_lightning.callbacks import Checkpoint
 
 from shape.data.conversations import Conversation
-from shape.drafters import PREDICTORS
 from shape.features.extraction import extract
 from shape.features.options import FeatureOptions
 from shape.features.store import FeatureStore
 from shape.features.trainer import TrainerOptions
 from shape.networks.base import Predictor
 from shape.networks.config import ShapeConfig
+from shape.networks.registry import PREDICTORS
 from shape.networks.sizing import draft_vocabulary
 from shape.target.chat import Message
 from shape.training.batches import Batch, Partition

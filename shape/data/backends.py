@@ -45,8 +45,9 @@ def sampling(temperature: float) -> dict[str, Any]:
     0, else from all tokens, and without penalties.
     """
     if temperature == 0:
-        return {"do_sample": False, "repetition_penalty": 1.0}
-    return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+        return {"do_sample": False, "repetition_penalty": 1.0, "no_repeat_ngram_size": None}
+    whole = {"top_k": 0, "top_p": 1.0, **dict.fromkeys(("min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"))}
+    return {**sampling(0.0), "do_sample": True, "temperature": temperature, **whole}
 
 
 def until_end(tokens: list[int], end_tokens: Sequence[int]) -> list[int]:

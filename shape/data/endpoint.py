@@ -194,14 +194,17 @@ class EndpointBackend(Endpoint):
 
     def _reply(self, request: Request) -> bytes:
         path, body = "completions" if isinstance(request.prompt, str) else "chat/completions", self._body(request)
+        more = {name: value for name, value in _MORE.items() if name not in self._refused}
         while True:
-            more = {name: value for name, value in _MORE.items() if name not in self._refused}
             try:
-                return self.post(path, {**body, **more})
-            except EndpointError as error:
+                reply = self.post(path, {**body, **more})
+            except RequestRefused as error:
                 if not (named := {name for name in more if name in str(error)}):
                     raise
-                self._refused.update(named)
+                more = {name: value for name, value in more.items() if name not in named}
+            else:
+                self._refused.update(_MORE.keys() - more.keys())  # which were to blame, as it takes the rest
+                return reply
 
 
 def _openai_message(message: Message) -> dict[str, Any]:

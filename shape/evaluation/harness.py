@@ -108,7 +108,7 @@ class ShapeLM(HFLM):
             max_new_tokens=max_length - context.shape[1],
             do_sample=sampled,
             stop_strings=None,
-            stopping_criteria=_StopsWithin(self.tokenizer, stop, context, mask) if stop else None,
+            stopping_criteria=[_StopsWithin(self.tokenizer, stop, context, mask)] if stop else None,
             acceptance=self.acceptance,
             return_dict_in_generate=True,
             **generation_kwargs,

@@ -187,8 +187,8 @@ def _require_accepted(target: Target, conversations: Sequence[Conversation]) -> 
                 encode_row(part, target.tokenizer, None, skip_bad_rows=False)
             except DataError as error:
                 raise DataError(
-                    f"{error} ({len(alike)} of {len(conversations)} conversations have such turns; leave them out, or "
-                    "give skip_bad_rows)"
+                    f"{error} ({len(alike)} of {len(conversations)} conversations have these roles in this order; "
+                    "leave out those that are refused, or give skip_bad_rows)"
                 ) from None
 
 

@@ -45,7 +45,8 @@ class LocalBackend:
         identity = {k: v for k, v in target.identity.to_dict().items() if k not in ("name", "revision")}
         sampling = {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature}
         bound = {} if self.max_length is None else {"max_length": self.max_length}
-        return {"dtype": str(target.dtype), **sampling, **bound, **identity, "weights": weights_hash(target.model)}
+        known = {"weights": weights} if (weights := weights_hash(target.model)) else {}
+        return {"dtype": str(target.dtype), **sampling, **bound, **identity, **known}
 
     def generate(self, requests: Sequence[Request]) -> list[Answer | DataError | None]:
         answers: list[Answer | DataError | None] = [None] * len(requests)

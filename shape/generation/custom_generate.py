@@ -10,13 +10,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, proxy
 
 from torch import Tensor
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from shape.errors import CheckpointError
@@ -28,7 +27,7 @@ from shape.target.model import Target
 # Decoders, and what their targets were when they were made: device, dtype and ``Target.version``.
 _Decoders = dict[tuple[str, Any], tuple[tuple[Any, ...], ShapeDecoder]]
 _DECODERS: WeakKeyDictionary[PreTrainedModel, _Decoders] = WeakKeyDictionary()
-_PARAMETERS = signature(GenerationMixin.generate).parameters.keys()
+_CONFIGURED = GenerationConfig().to_dict().keys()
 # How transformers names its copy of a hub repository's code: by its id, each part of it as a Python name, and commit.
 _COPY = re.compile(r"transformers_modules\.(?P<id>.+)\.(?P<commit>[0-9a-f]{40})\.custom_generate\.generate")
 
@@ -73,8 +72,8 @@ def generate(
         TargetMismatch: the predictor was trained for another model.
         UnsupportedGeneration: see ``ShapeDecoder.generate``.
     """
-    # Of its own parameters transformers hands on those too that nobody gave; any other None takes a default back.
-    given = {name: value for name, value in options.items() if value is not None or name not in _PARAMETERS}
+    # None takes back what the model's configuration says of an option, and means nothing to others.
+    given = {name: value for name, value in options.items() if value is not None or name in _CONFIGURED}
     with ExitStack() as until_decoding:
         if streamer is not None:
             until_decoding.callback(streamer.end)

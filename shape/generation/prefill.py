@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,11 +32,9 @@ class Memory:
     hidden: Tensor | None = None
     cache: KVCache | None = None
     switched: bool = False
-    computed_by: list[Any] = field(default_factory=list)
+    computed_by: int = 0
 
-    def take(
-        self, prompt: list[int], switched: bool, width: int, computed_by: list[Any]
-    ) -> tuple[KVCache, Tensor] | None:
+    def take(self, prompt: list[int], switched: bool, width: int, computed_by: int) -> tuple[KVCache, Tensor] | None:
         """Cache and states, cut to what they have in common with a prompt; None where that is nothing, as it is with
         a prompt that has the other rotary table, where states of another width are asked for (of other layers), and
         where the target has changed.

@@ -54,7 +54,7 @@ class StepPlan:
     drafter: StaticDrafter
     sampler: Sampler
     state: Tensor
-    computed_by: list[Any]
+    computed_by: int
 
     def key_at(self, batch: int) -> tuple[Any, ...]:
         sampler = self.sampler
@@ -62,7 +62,7 @@ class StepPlan:
         minimum = (sampler.min_new_tokens, sampler.eos_token_ids) if sampler.min_new_tokens > 0 else ()
         options = (sampler.temperature, repr(warpers), minimum)
         network = (id(self.target.model), self.target.device, *self.drafter.key)
-        computed = (self.state.shape[1:], self.state.dtype, self.support.positions, *self.computed_by)
+        computed = (self.state.shape[1:], self.state.dtype, self.support.positions, self.computed_by)
         return (batch, *network, *options, *computed)
 
     def slot_bytes(self) -> int:

@@ -137,15 +137,19 @@ def spoken(
         prompt: (L,), which may have opened the reasoning already.
     """
     asked, said = (cast(str, tokenizer.decode(part, skip_special_tokens=False)) for part in (prompt, ids))
+    message = answer_message(ids, tokenizer, template)
     for tag, end in _TAGS.items():
-        if (asked.rstrip().endswith(tag) or said.lstrip().startswith(tag)) and end not in said:
+        if message.reasoning or not (asked.rstrip().endswith(tag) or said.lstrip().startswith(tag)):
+            continue
+        if end not in said:
             warnings.warn(
                 f"the answer ends within its reasoning, after {len(ids)} tokens; give a larger max_new_tokens",
                 stacklevel=3,
             )
             return ""
-    content = answer_message(ids, tokenizer, template).content
-    return content.rpartition(THOUGHT_END)[2].lstrip() if THOUGHT_END in content else content
+        _, closed, content = message.content.partition(end)
+        return content.lstrip() if closed else message.content
+    return message.content
 
 
 def thinks(prompt: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -20,7 +20,13 @@ def is_hooked(module: Any) -> bool:
 
 def has_foreign_hooks(hooks: dict[int, Any]) -> bool:
     """Whether there is any but transformers' own, which do nothing unless the model itself is asked for states."""
-    return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks.values())
+    return bool(foreign(hooks))
+
+
+def foreign(hooks: dict[int, Any]) -> list[int]:
+    """Numbers of the hooks that are not transformers' own."""
+    own = "transformers.utils.output_capturing"
+    return [number for number, hook in hooks.items() if getattr(hook, "__module__", "") != own]
 
 
 def _module(family: str, part: str) -> tuple[str, str]:

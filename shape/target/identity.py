@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shape.errors import TargetMismatch
 from shape.files import typed
+from shape.target.quantize import quantized
 
 # Encoded by every tokenizer into its identity: vocabularies can be equal where the merges differ.
 _TOKENIZER_PROBE = "The 3 quick  brown foxes, 1,024 émigrés & 東京\n\tdef f(x): return x**2 <|im_start|> </s>"
@@ -120,6 +121,9 @@ def weights_hash(model: nn.Module) -> str:
 
     Empty, which is "unknown", where a weight is quantised, in float16, offloaded, or shared out among processes.
     """
+    config = getattr(model, "config", None)
+    if quantized(model) or getattr(config, "quantization_config", None):  # into buffers, some of them
+        return ""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         weight = parameter.detach()

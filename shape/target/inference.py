@@ -11,6 +11,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from shape.target.families import foreign
+
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
 _ADAPTER = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")  # of PEFT's layers
@@ -74,21 +76,23 @@ def states_of(weights: Sequence[Tensor]) -> list[Any]:
     return [*map(Tensor.data_ptr, weights), *map(_VERSION, weights)]
 
 
-def fingerprint(network: nn.Module) -> list[Any]:
-    """What a network computes with, for comparison with later: modules, their hooks, forwards and adapters, and weights
-    as in ``state_of``. Rotary frequencies that change with a text's length are left out.
+def fingerprint(network: nn.Module) -> int:
+    """Of what a network computes with, for comparison with later: modules, their hooks, forwards and adapters, and
+    weights as in ``state_of``. Left out is what comes and goes by itself: hooks of transformers' own, weights that are
+    offloaded between forwards, and rotary frequencies that change with a text's length.
     """
     found: list[Any] = []
     weights: list[Any] = []
     for module in network.modules():
         own = vars(module)
         # Hooks are numbered in the order in which they were put anywhere.
-        found += [id(module), *own["_forward_hooks"], *own["_forward_pre_hooks"], id(own.get("forward"))]
-        found += [repr(own[name]) for name in _ADAPTER if name in own]
+        found += [id(module), *foreign(own["_forward_hooks"]), *foreign(own["_forward_pre_hooks"])]
+        found += [id(own.get("forward")), *(repr(own[name]) for name in _ADAPTER if name in own)]
         weights += own["_parameters"].values()
         weights += own["_buffers"].values() if keeps_frequencies(module) else ()
+    weights = [weight for weight in weights if weight is not None and not weight.is_meta]
     plain = [weight for weight in weights if type(weight) in (Tensor, nn.Parameter)]
-    return [*found, *map(id, weights), *states_of(plain)]
+    return hash((*found, *map(id, weights), *states_of(plain)))
 
 
 @dataclass

@@ -4,8 +4,8 @@ The commands are `shape.cli.train` and, for several predictors at once, `shape.c
 """
 
 import ctypes
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -45,7 +45,8 @@ def train(options: TrainOptions) -> Path:
     options = as_checkpoint(options)
     options.check()
     home = Storage(options.output if options.online else options.features or Path(options.output) / "features")
-    _train([options], [""], Path(options.output), home, options.ckpt_path)
+    with _alone([options.output]):
+        _train([options], [""], Path(options.output), home, options.ckpt_path)
     return Path(options.output)
 
 
@@ -65,8 +66,23 @@ def train_jointly(runs: Sequence[TrainOptions], output: str | Path, ckpt_path: s
     names = require_alike(runs)
     for run in runs:
         writable(Path(run.output))
-    _train(runs, names, Path(output), Storage(output), ckpt_path)
+    with _alone([output, *(run.output for run in runs)]):
+        _train(runs, names, Path(output), Storage(output), ckpt_path)
     return [Path(run.output) for run in runs]
+
+
+@contextmanager
+def _alone(outputs: Sequence[str | Path]) -> Iterator[None]:
+    """Within it no other command trains into these folders, whose checkpoints it would move away.
+
+    Raises:
+        ConfigError: one does.
+    """
+    with ExitStack() as held:
+        for output in dict.fromkeys(Path(output).resolve() for output in outputs):
+            if rank_zero_only.rank == 0:  # the processes of a training hold one lock together
+                held.enter_context(sole_writer(output.with_name(f".{output.name}.lock"), f"a training into {output}"))
+        yield
 
 
 def _train(
@@ -89,24 +105,20 @@ def _train(
             f"{first.training.batch_size} positions",
             flush=True,
         )
-    folders = list(dict.fromkeys([output, *(Path(run.output) for run in runs)]))
-    with ExitStack() as alone:
-        for folder in folders if trainer.is_global_zero else []:
-            alone.enter_context(sole_writer(folder / ".train.lock", f"a training into {folder}"))
-        if checkpoint is None:
-            for folder in folders:
-                set_aside(folder)
-        trained = modules[0] if len(modules) == 1 else JointModule(dict(zip(names, modules, strict=True)))
-        trainer.fit(trained, data, ckpt_path=checkpoint, weights_only=True)
-        if trainer.is_global_zero:
-            validating = sum(validation.seconds for validation in validations)
-            seconds = round(modules[0].seconds, 1)
-            record: dict[str, Any] = {"answers": material.answers, "examples": data.size, "seconds": seconds}
-            record |= throughput(first, modules[0], modules[0].seconds - validating, counted)
-            if len(runs) > 1:  # of all, as it cannot be told apart
-                record |= {"joint": list(names), "validation_seconds": round(validating, 1)}
-            for run, module, validation in zip(runs, modules, validations, strict=True):
-                export_and_measure(run, module, validation, material.prompts, record)
+    if checkpoint is None:
+        for folder in dict.fromkeys([output, *(Path(run.output) for run in runs)]):
+            set_aside(folder)
+    trained = modules[0] if len(modules) == 1 else JointModule(dict(zip(names, modules, strict=True)))
+    trainer.fit(trained, data, ckpt_path=checkpoint, weights_only=True)
+    if trainer.is_global_zero:
+        validating = sum(validation.seconds for validation in validations)
+        seconds = round(modules[0].seconds, 1)
+        record: dict[str, Any] = {"answers": material.answers, "examples": data.size, "seconds": seconds}
+        record |= throughput(first, modules[0], modules[0].seconds - validating, counted)
+        if len(runs) > 1:  # of all, as it cannot be told apart
+            record |= {"joint": list(names), "validation_seconds": round(validating, 1)}
+        for run, module, validation in zip(runs, modules, validations, strict=True):
+            export_and_measure(run, module, validation, material.prompts, record)
 
 
 def _features(options: TrainOptions, material: Material) -> FeatureStore:

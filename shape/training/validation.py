@@ -99,7 +99,7 @@ class DecodingValidation(pl.Callback):
     def _decoded(self) -> dict[str, str]:
         """What is decoded, as a hash, and the shape of the drafts: lengths compare with the same ones alone."""
         decoded = [self._asked, len(self.prompts), self.max_new_tokens]
-        return {"asked": hashlib.sha256(json.dumps(decoded).encode()).hexdigest()[:16], "tree": str(self.tree)}
+        return {"decoded": hashlib.sha256(json.dumps(decoded).encode()).hexdigest()[:16], "tree": str(self.tree)}
 
     def state_dict(self) -> dict[str, Any]:
         return {"history": self.history, "seconds": self.seconds, **self._decoded}

@@ -33,7 +33,7 @@ class Server(ThreadingHTTPServer):
         self.script: list[int] = []
         self.asked: list[tuple[str, str | None, dict[str, Any]]] = []
         self.reply: dict[str, Any] | None = None
-        self.strict = False  # about options that OpenAI does not know
+        self.unknown: list[str] = []  # options that it refuses
         self.refused: tuple[int, str] | None = None  # the status for requests with this text
 
     @property
@@ -55,8 +55,8 @@ class Handler(BaseHTTPRequestHandler):
             return self._send(self.server.refused[0], {"error": {"message": "roles must alternate"}})
         if self.server.reply is not None:
             return self._send(200, self.server.reply)
-        if self.server.strict and "return_token_ids" in body:
-            return self._send(400, {"error": {"message": "Unrecognized request argument: return_token_ids"}})
+        if unknown := [name for name in self.server.unknown if name in body]:
+            return self._send(400, {"error": {"message": f"Unrecognized request argument: {unknown[0]}"}})
         if self.path.endswith("chat/completions"):
             said = f"{len(body['messages'])}:{body['messages'][-1]['content']}:{body['temperature']}"
             content: dict[str, Any] = {"message": {"role": "assistant", "content": said}}
@@ -170,10 +170,14 @@ def test_answers_without_token_ids_are_reported(server, tmp_path):
         regenerate([asked], backend, tmp_path / "out.jsonl", progress=False)
 
 
-def test_endpoint_that_refuses_to_be_asked_for_token_ids(server):
-    server.strict = True
-    assert EndpointBackend(server.url, "m").generate([REQUEST]) == [Answer("1:q:0.0", True)]
-    assert ["return_token_ids" in body for _, _, body in server.asked] == [True, False]
+def test_endpoint_that_refuses_what_it_does_not_know(server):
+    """One name after the other, and once for all requests."""
+    server.unknown = ["return_token_ids", "top_k"]
+    backend = EndpointBackend(server.url, "m")
+    for _ in range(2):
+        assert backend.generate([REQUEST]) == [Answer("1:q:0.0", True)]
+    asked = [[name for name in (*server.unknown, "min_p") if name in body] for _, _, body in server.asked]
+    assert asked == [["return_token_ids", "top_k", "min_p"], ["top_k", "min_p"], ["min_p"], ["min_p"]]
 
 
 @pytest.mark.parametrize("key", [None, "secret"])
@@ -214,10 +218,10 @@ def test_endpoint_failures(server):
 
 
 @pytest.mark.parametrize("status", [400, 422])
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_conversation_that_the_endpoint_refuses_is_left_out(server, tmp_path, status, strict):
+@pytest.mark.parametrize("unknown", [[], ["return_token_ids"]], ids=["lenient", "strict"])
+def test_a_conversation_that_the_endpoint_refuses_is_left_out(server, tmp_path, status, unknown):
     """The first one, before anything was answered, and a second turn, with what was answered before it kept."""
-    server.refused, server.strict = (status, "bad"), strict
+    server.refused, server.unknown = (status, "bad"), unknown
     asked = [conversation_of("a", "bad"), conversation_of("b", "good"), conversation_of("c", "good", "bad")]
     with pytest.warns(UserWarning, match=rf"2 conversations .* a: the endpoint refuses .*status {status}: .*alternate"):
         done = regenerate(asked, EndpointBackend(server.url, "m"), tmp_path / "out.jsonl", progress=False)

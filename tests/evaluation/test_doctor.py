@@ -10,10 +10,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from shape.data.conversations import Prompt
-from shape.drafters import PREDICTORS, TrainedDrafter
+from shape.drafters import TrainedDrafter
 from shape.evaluation.doctor import Diagnosis, _mask_token, changed, diagnose
 from shape.networks.base import Predictor
 from shape.networks.config import ShapeConfig
+from shape.networks.registry import PREDICTORS
 from shape.networks.teacher_forcing import Reader, Texts, examples, known_in
 from shape.target.chat import Message
 from shape.target.model import Target

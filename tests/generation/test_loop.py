@@ -107,16 +107,26 @@ def test_turns_of_a_session_may_read_other_layers(tiny_model, first):
         assert torch.equal(ids, expected)
 
 
-def test_a_session_forgets_what_another_state_of_the_target_computed(tiny_model):
+@pytest.mark.parametrize("layers", [[-1], [1, -1]], ids=["last", "inner"])
+def test_a_session_forgets_what_another_state_of_the_target_computed(tiny_model, layers):
+    """Hooks that transformers sets to read inner layers are no other state."""
     model = tiny_model("llama", torch.float32)
-    decoder = ShapeDecoder(model)
-    ids, options = torch.arange(5, 15)[None], {"max_new_tokens": 6, "return_dict_in_generate": True}
-    say = decoder.session()
-    longer = torch.cat([say(ids, **options).sequences, ids], dim=1)
+    decoder = ShapeDecoder(model, TrainedDrafter(predictor(torch.float32, feature_layers=layers), TreeShape(2, 1)))
+    options = {"max_new_tokens": 6, "return_dict_in_generate": True}
+    more, say = torch.arange(5, 15)[None], decoder.session()
+
+    def turn(ids):
+        return say(ids, attention_mask=torch.ones_like(ids), **options)
+
+    first = torch.cat([turn(more).sequences, more], dim=1)
+    second = turn(first)
+    assert second.stats.reused_tokens
     hook = model.model.layers[0].register_forward_hook(lambda module, given, out: -out)
-    turn = say(longer, **options)
-    assert torch.equal(turn.sequences, decoder.generate(longer, **options).sequences) and not turn.stats.reused_tokens
-    assert say(torch.cat([turn.sequences, ids], dim=1), **options).stats.reused_tokens
+    ids = torch.cat([second.sequences, more], dim=1)
+    third = turn(ids)
+    own = decoder.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    assert torch.equal(third.sequences, own.sequences) and not third.stats.reused_tokens
+    assert turn(torch.cat([third.sequences, more], dim=1)).stats.reused_tokens
     hook.remove()
 
 

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from helpers import BASELINES, WIDTHS, predictor
 
-from shape.drafters import PREDICTORS
 from shape.errors import ConfigError
 from shape.networks.base import known_at
 from shape.networks.config import ShapeConfig
+from shape.networks.registry import PREDICTORS
 from shape.networks.shape import windows
 from shape.target.model import Target
 

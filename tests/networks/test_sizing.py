@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from shape.data.statistics import DataStatistics
-from shape.drafters import PREDICTORS
 from shape.errors import ConfigError
 from shape.networks import sizing
 from shape.networks.config import ShapeConfig
+from shape.networks.registry import PREDICTORS
 from shape.networks.sizing import draft_vocabulary, parameters
 from shape.target.size import Size
 

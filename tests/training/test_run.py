@@ -26,6 +26,7 @@ from shape.errors import ConfigError, DataError
 from shape.features.storage import Storage
 from shape.features.store import FeatureStore
 from shape.features.trainer import TrainerOptions
+from shape.files import sole_writer
 from shape.generation.decoder import ShapeDecoder
 from shape.networks.config import ShapeConfig
 from shape.networks.registry import PREDICTORS
@@ -36,6 +37,7 @@ from shape.training.options import MeasurementOptions, PredictorOptions, TrainOp
 from shape.training.parsing import parse
 from shape.training.preparation import prepare, validation_prompts
 from shape.training.result import warn_of_mismatch
+from shape.training.run import train
 from shape.training.trainer import make_loggers
 from shape.training.validation import DecodingValidation
 
@@ -171,6 +173,13 @@ def test_features_may_lie_elsewhere(trained, tiny_target_folder, data, tmp_path)
     shards = sorted(path.name for path in there.glob("shard-*"))
     assert shards == sorted(path.name for path in (trained / "features").glob("shard-*"))
     assert shards == sorted(path.name for path in cache.rglob("shard-*")) and not (tmp_path / "out/features").exists()
+
+
+def test_one_training_writes_to_a_folder(tiny_target_folder, data, tmp_path):
+    options = TrainOptions(target=str(tiny_target_folder), data=str(data), output=str(tmp_path / "out"))
+    with sole_writer(tmp_path / ".out.lock", "it"), pytest.raises(ConfigError, match="another process does a training"):
+        train(options)
+    assert not (tmp_path / "out").exists()
 
 
 def test_online_mode_stores_nothing(tiny_target_folder, data, tmp_path):

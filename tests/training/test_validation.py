@@ -174,7 +174,7 @@ def test_measurements_on_other_prompts_or_with_other_drafts_are_not_compared(mea
 
 def test_a_checkpoint_that_does_not_say_what_was_decoded_is_taken_as_it_is(measuring, tmp_path):
     _, validation = measuring(tmp_path, [3.0], 4)
-    saved = {name: value for name, value in validation.state_dict().items() if name != "asked"}
+    saved = {name: value for name, value in validation.state_dict().items() if name != "decoded"}
     validation.load_state_dict(saved)
     assert [entry["value"] for entry in validation.history] == [3.0]
 

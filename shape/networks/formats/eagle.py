@@ -70,8 +70,10 @@ def _read(
         count = target.layers()
         chosen = [2, count // 2, count - 3]
     if target.num_layers == max(chosen):
-        raise CheckpointError(
-            f"it reads what the target's last layer, {max(chosen)}, gives before the final norm, which is not read here"
+        warnings.warn(
+            f"the checkpoint reads the target's last layer, {max(chosen)}: here behind the final norm, as transformers "
+            "has it, and before it in SGLang",
+            stacklevel=2,
         )
     refuse_scales(config)
     vocab_size = language_model.get("vocab_size") or target.vocab_size

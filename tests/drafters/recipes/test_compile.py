@@ -14,7 +14,7 @@ from shape.drafters.recipes.compile import agreed, compile_pack
 from shape.drafters.recipes.misses import Miss, recipes_of_misses, write_misses
 from shape.drafters.recipes.pack import Pack, Recipe, recipes_of
 from shape.drafters.recipes.verify import make_verify
-from shape.errors import ConfigError
+from shape.errors import ConfigError, DataError
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=14)
 
@@ -94,3 +94,9 @@ def test_verification_by_name(tmp_path, monkeypatch):
     for wrong in ("xml", "task_of_mine:long", "no_such_module:short"):
         with pytest.raises(ConfigError, match=f"verify '{wrong}' is neither json nor a MODULE:FUNCTION"):
             make_verify(wrong)
+
+
+def test_files_are_read_before_a_target_is_loaded(tmp_path):
+    options = CompileOptions(target="tiny", prompts=str(tmp_path / "none.jsonl"), output=str(tmp_path / "made.pack"))
+    with pytest.raises(DataError, match=r"none.jsonl does not exist"):
+        compile_pack(options, lambda: pytest.fail("loaded"))
