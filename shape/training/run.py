@@ -80,7 +80,7 @@ def _alone(outputs: Sequence[str | Path]) -> Iterator[None]:
     """
     with ExitStack() as held:
         for output in dict.fromkeys(Path(output).resolve() for output in outputs):
-            if rank_zero_only.rank == 0:  # the processes of a training hold one lock together
+            if getattr(rank_zero_only, "rank", 0) == 0:  # the processes of a training hold one lock together
                 held.enter_context(sole_writer(output.with_name(f".{output.name}.lock"), f"a training into {output}"))
         yield
 
