@@ -3,7 +3,7 @@
 import errno
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -51,7 +51,8 @@ def sole_writer(lock: Path, work: str) -> Iterator[None]:
         yield
     finally:
         if held.is_locked:
-            lock.unlink(missing_ok=True)  # nobody waits for it
+            with suppress(OSError):  # a system may not delete what is open
+                lock.unlink()  # nobody waits for it
             held.release()
 
 

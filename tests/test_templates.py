@@ -244,6 +244,7 @@ def test_an_answer_becomes_the_message_that_its_template_knows(shipped, family, 
         ("llama31", "A", "A"),
         ("llama31", "Split at </think>, and so on", "Split at </think>, and so on"),
         ("qwen3", "<think>\nT\n</think>\n\nSplit at </think>", "Split at </think>"),
+        ("qwen3", "<think>\n\n</think>\n\nSplit at </think>", "Split at </think>"),
     ],
 )
 def test_what_an_answer_says_is_told_from_its_reasoning(shipped, family, text, says):

@@ -148,7 +148,8 @@ def _show(
         console.print(coloured(tokenizer, output.trace.emitted()), soft_wrap=True)
     if options.show_draft or options.show_trace:
         notes.print(Text(" / ").join(Text(event, style=style) for event, style in STYLES.items()))
-    cut = "; cut there, and --max_new_tokens gives more" if len(tokens) == options.max_new_tokens else ""
+    ended = len(tokens) < options.max_new_tokens or int(tokens[-1]) in decoder.target.eos_token_ids
+    cut = "" if ended else "; cut there, and --max_new_tokens gives more"
     notes.print(report(output.stats) + cut, style="dim", soft_wrap=True)
     return decoder.target.message(tokens.tolist(), options.chat_template_kwargs)
 

@@ -41,8 +41,8 @@ class Answer:
 
 
 def sampling(temperature: float) -> dict[str, Any]:
-    """Options of `generate` that leave a target its own distribution, whatever its generation config prefers: greedy at
-    0, else from all tokens, and without penalties.
+    """Options of `generate` that leave a target its own distribution, whatever cuts and penalties for repetition its
+    generation config prefers: greedy at 0, else from all tokens.
     """
     if temperature == 0:
         return {"do_sample": False, "repetition_penalty": 1.0, "no_repeat_ngram_size": None}

@@ -199,7 +199,7 @@ class EndpointBackend(Endpoint):
             try:
                 reply = self.post(path, {**body, **more})
             except RequestRefused as error:
-                if not (named := {name for name in more if name in str(error)}):
+                if not (named := {name for name in more if name in error.reason}):
                     raise
                 more = {name: value for name, value in more.items() if name not in named}
             else:

@@ -120,8 +120,8 @@ class ParallelEaglePredictor(MaskedPredictor, EaglePredictor):
     So they need no draft and no output of the step before: [g_{t-1} beside x_t, mask, mask, ...] at positions t - 1, t,
     ... goes through the layers at once, each place seeing the known positions and the places before it. Weights, names
     and what is computed are those of speculators 0.9 (compared in tests/networks/test_eagle.py), which trains its
-    depths on samples of the places that ours trains on (conditional drop token). Of
-    known positions a window has those that it ends with at each place; of the places before it sees all.
+    depths on samples of the places that ours trains on (conditional drop token). A window counts known positions from
+    each place; of the places before it each sees all.
 
     Attributes:
         mask_hidden: (1, 1, F), what places behind the first read for a feature.

@@ -147,8 +147,8 @@ def spoken(
                 stacklevel=3,
             )
             return ""
-        _, closed, content = message.content.partition(end)
-        return content.lstrip() if closed else message.content
+        if message.content.lstrip().startswith(tag) or asked.rstrip().endswith(tag):  # the template left it in
+            return message.content.partition(end)[2].lstrip()
     return message.content
 
 

@@ -148,7 +148,7 @@ def set_aside(output: Path) -> None:
         print(f"moved an earlier run's checkpoints to {aside} (--ckpt_path last would have continued it)", flush=True)
     if finished:
         aside.mkdir(exist_ok=True)
-        for file in (file for file in output.iterdir() if file.is_file()):
+        for file in (file for file in output.iterdir() if file.is_file() and not file.name.startswith(".")):
             shutil.copy2(file, aside / file.name)
         if (output / "custom_generate").exists():
             shutil.copytree(output / "custom_generate", aside / "custom_generate")

@@ -4,6 +4,7 @@ The commands are `shape.cli.train` and, for several predictors at once, `shape.c
 """
 
 import ctypes
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
@@ -64,8 +65,6 @@ def train_jointly(runs: Sequence[TrainOptions], output: str | Path, ckpt_path: s
     """
     runs = [as_checkpoint(run) for run in runs]
     names = require_alike(runs)
-    for run in runs:
-        writable(Path(run.output))
     with _alone([output, *(run.output for run in runs)]):
         _train(runs, names, Path(output), Storage(output), ckpt_path)
     return [Path(run.output) for run in runs]
@@ -76,19 +75,21 @@ def _alone(outputs: Sequence[str | Path]) -> Iterator[None]:
     """Within it no other command trains into these folders, whose checkpoints it would move away.
 
     Raises:
-        ConfigError: one does.
+        ConfigError: one does, or they cannot be written.
     """
+    # The first process of a training holds the lock for all. Lightning's launcher tells machines apart by NODE_RANK.
+    first = getattr(rank_zero_only, "rank", 0) == 0 and int(os.environ.get("NODE_RANK", 0)) == 0
     with ExitStack() as held:
         for output in dict.fromkeys(Path(output).resolve() for output in outputs):
-            if getattr(rank_zero_only, "rank", 0) == 0:  # the processes of a training hold one lock together
-                held.enter_context(sole_writer(output.with_name(f".{output.name}.lock"), f"a training into {output}"))
+            writable(output)
+            if first:
+                held.enter_context(sole_writer(output / ".train.lock", f"a training into {output}"))
         yield
 
 
 def _train(
     runs: Sequence[TrainOptions], names: Sequence[str], output: Path, home: Storage, ckpt_path: str | None
 ) -> None:
-    writable(output)
     checkpoint = checkpoint_to_resume(ckpt_path, output)
     material = prepare(runs, home)
     runs, first = material.runs, material.runs[0]

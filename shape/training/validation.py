@@ -99,7 +99,7 @@ class DecodingValidation(pl.Callback):
     def _decoded(self) -> dict[str, str]:
         """What is decoded, as a hash, and the shape of the drafts: lengths compare with the same ones alone."""
         decoded = [self._asked, len(self.prompts), self.max_new_tokens]
-        return {"decoded": hashlib.sha256(json.dumps(decoded).encode()).hexdigest()[:16], "tree": str(self.tree)}
+        return {"asked": _digest(decoded), "tree": str(self.tree)}
 
     def state_dict(self) -> dict[str, Any]:
         return {"history": self.history, "seconds": self.seconds, **self._decoded}
@@ -115,8 +115,10 @@ class DecodingValidation(pl.Callback):
                 break
         else:
             self.history.clear()  # its best weights are lost, and the best from now on are kept
-        kept = self.state_dict() | state_dict  # older checkpoints say nothing of some of it
-        if self.history and any(kept[name] != value for name, value in self._decoded.items()):
+        own = self._decoded
+        if "asked" not in state_dict:  # of before, which says it by the prompts' tokens, or not at all
+            own["decoded"] = _digest([[prompt.tolist() for prompt in self.prompts], self.max_new_tokens])
+        if self.history and any(state_dict.get(name, value) != value for name, value in own.items()):
             self.history.clear()
             rank_zero_only(print)(
                 "validation decodes other prompts than before, or with other drafts: the best weights are chosen anew"
@@ -245,3 +247,7 @@ def load_weights(predictor: nn.Module, path: Path) -> None:
             f"the best weights in {path} cannot be read ({error}); give the same command with --ckpt_path last and "
             "more --training.steps, whose validation writes them again"
         ) from error
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]

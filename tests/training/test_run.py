@@ -177,9 +177,10 @@ def test_features_may_lie_elsewhere(trained, tiny_target_folder, data, tmp_path)
 
 def test_one_training_writes_to_a_folder(tiny_target_folder, data, tmp_path):
     options = TrainOptions(target=str(tiny_target_folder), data=str(data), output=str(tmp_path / "out"))
-    with sole_writer(tmp_path / ".out.lock", "it"), pytest.raises(ConfigError, match="another process does a training"):
+    lock = tmp_path / "out/.train.lock"
+    with sole_writer(lock, "it"), pytest.raises(ConfigError, match="another process does a training into"):
         train(options)
-    assert not (tmp_path / "out").exists()
+    assert [*(tmp_path / "out").iterdir()] == []
 
 
 def test_online_mode_stores_nothing(tiny_target_folder, data, tmp_path):

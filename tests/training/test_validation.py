@@ -1,5 +1,7 @@
 """Validation by decoding: with the weights of the moment, without a trace in the training, and its interval."""
 
+import hashlib
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -174,9 +176,14 @@ def test_measurements_on_other_prompts_or_with_other_drafts_are_not_compared(mea
 
 def test_a_checkpoint_that_does_not_say_what_was_decoded_is_taken_as_it_is(measuring, tmp_path):
     _, validation = measuring(tmp_path, [3.0], 4)
-    saved = {name: value for name, value in validation.state_dict().items() if name != "decoded"}
+    saved = {name: value for name, value in validation.state_dict().items() if name != "asked"}
     validation.load_state_dict(saved)
     assert [entry["value"] for entry in validation.history] == [3.0]
+    decoded = json.dumps([[prompt.tolist() for prompt in validation.prompts], validation.max_new_tokens])
+    before = hashlib.sha256(decoded.encode()).hexdigest()[:16]  # as it was said once
+    for said, kept in ((before, [3.0]), ("of other prompts", [])):
+        validation.load_state_dict({**saved, "decoded": said})
+        assert [entry["value"] for entry in validation.history] == kept
 
 
 def test_answers_that_end_with_the_prefill_have_length_one():
