@@ -450,6 +450,10 @@ def inline(figure: Figure, prefix: str, label: str, classes: dict[str, str] | No
     """
     file = io.StringIO()
     with _styled(**{"svg.fonttype": "none"}):
+        figure.draw_without_rendering()  # which makes the ticks, whose lines end at the axes unclipped
+        for axes in figure.axes:
+            for line in (*axes.get_xgridlines(), *axes.get_ygridlines()):
+                line.set_clip_on(False)
         figure.savefig(file, format="svg", metadata={"Date": None})
     drawn = file.getvalue()
     left_out = r"<metadata>.*?</metadata>|<!--.*?-->|<defs>\s*<style.*?</style>\s*</defs>"  # the page has the style
@@ -463,7 +467,7 @@ def inline(figure: Figure, prefix: str, label: str, classes: dict[str, str] | No
         tag = re.sub(r'(?:xlink:)?(href="#|url\(#)([^")]+)', lambda own: own[1] + short[own[2]], tag)
         tag = re.sub(r"(?<![\w#.-])(-?\d+)(?:\.0|(\.\d))\d*", lambda own: own[1] + (own[2] or ""), tag)
         tag = re.sub(r"\s+", " ", re.sub(r' transform="rotate\(-0[^"]*"|font-family: [^;]*; ', "", tag))
-        tag = re.sub(r' d="[^"]*"', lambda path: re.sub(r" ?([A-Zz]) ?", r"\1", path[0]), tag)
+        tag = re.sub(r' d="[^"]*"', lambda path: re.sub(r' ?([A-Zz"]) ?', r"\1", path[0]), tag)
         for name, (light, _) in COLOURS.items():
             tag = tag.replace(light, f"var(--{name})")
         tag = re.sub(r'fill="(var[^"]*)"', r'style="fill: \1"', tag)  # variables have no meaning in attributes
