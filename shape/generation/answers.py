@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from shape.data.backends import Answer, Backend, Request, sampling, until_end
+from shape.data.backends import Answer, Backend, Request, sampling
 from shape.data.endpoint import Endpoint, EndpointBackend
 from shape.data.reading import load_conversations
 from shape.data.regeneration import Share, Summary, check_output, in_every_process, regenerate, require_prompts
@@ -95,18 +95,17 @@ class LocalBackend:
         return sequences[:, input_ids.shape[1] :].tolist()
 
     def _answer(self, request: Request, prompt: list[int], ids: list[int]) -> Answer:
-        ends = self.decoder.target.eos_token_ids
-        end = next((index for index, token in enumerate(ids) if token in ends), None)
-        tokenizer, said = self.decoder.tokenizer, ids[:end]
+        tokenizer, said = self.decoder.tokenizer, self.decoder.target.before_end(ids)
+        finished = len(said) < len(ids)
         if isinstance(request.prompt, str):  # raw text has no reasoning to be taken apart
             text = tokenizer.decode(said, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             message = Message("assistant", text)
         else:
             message = answer_message(said, tokenizer, request.template)
-        tokens = prompt, until_end(ids, ends)
+        tokens = prompt, ids[: len(said) + 1]
         # A cut may fall inside a character, whose first bytes alone are no text.
-        text = message.content if end is not None else message.content.rstrip("\ufffd")
-        return Answer(text, end is not None, message.more, tokens)
+        text = message.content if finished else message.content.rstrip("\ufffd")
+        return Answer(text, finished, message.more, tokens)
 
 
 def _check(options: RegenerationOptions) -> None:

@@ -332,13 +332,16 @@ class ShapeDecoder(Engine):
 
     def _as_long_as_answers(self, ids: Tensor, options: dict[str, Any]) -> dict[str, Any]:
         """Options for text behind ids (1, L), of which transformers' default length is no answer's."""
-        given, longest = options.get("generation_config"), _ANSWER[thinks(ids[0].tolist(), self.tokenizer)]
+        given = options.get("generation_config")
         configs = given, self.target.model.generation_config
         if any(getattr(config, "max_new_tokens", None) for config in configs) or getattr(given, "max_length", None):
             return options  # the target's own max_length is no answer's: old files have 20 there
+        if {"max_new_tokens", "max_length"} & options.keys():
+            return options
+        longest = _ANSWER[thinks(ids[0].tolist(), self.tokenizer)]
         if self.target.max_positions is not None:
             longest = max(1, min(longest, self.target.max_positions - ids.shape[1]))
-        return options if {"max_new_tokens", "max_length"} & options.keys() else {**options, "max_new_tokens": longest}
+        return {**options, "max_new_tokens": longest}
 
     @overload
     def stream(

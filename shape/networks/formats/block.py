@@ -90,9 +90,8 @@ def _read(checkpoint: Checkpoint, language_model: dict[str, Any], chosen: list[i
     refuse_scales(config)
     vocab_size, anchored = language_model["vocab_size"], config["sample_from_anchor"]
     ours = {theirs: name for name, theirs in _SELECTOR.items()}
-    named = {name.removeprefix("model."): weight for name, weight in checkpoint.weights.items()}
-    weights = {ours.get(name, name): weight for name, weight in named.items()}
-    weights = with_mask(take_vocabulary(weights, vocab_size), layers["hidden_size"])
+    weights = take_vocabulary(checkpoint.weights, vocab_size)
+    weights = with_mask({ours.get(name, name): weight for name, weight in weights.items()}, layers["hidden_size"])
     selects = bool(config.get("selector_rank"))
     made = ShapeConfig(
         kind="block",

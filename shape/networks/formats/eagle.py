@@ -79,8 +79,7 @@ def _read(
     vocab_size = language_model.get("vocab_size") or target.vocab_size
     if vocab_size is None:
         raise TargetUnknown("its configuration has no vocab_size; give --target")
-    named = {name.removeprefix("model."): weight for name, weight in checkpoint.weights.items()}
-    weights = {name.replace(_ORIGINAL, _OURS, 1): weight for name, weight in named.items()}
+    weights = {name.replace(_ORIGINAL, _OURS, 1): weight for name, weight in checkpoint.weights.items()}
     weights = take_vocabulary(weights, vocab_size)
     parallel = _PARALLEL in weights
     options: dict[str, Any] = {name: bool(config.get(name, nested.get(name, False))) for name in _NORMS}

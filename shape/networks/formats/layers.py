@@ -84,12 +84,15 @@ def written_dtype(predictor: Predictor) -> str:
 
 
 def take_vocabulary(weights: Weights, vocab_size: int) -> Weights:
-    """The weights with `draft_vocabulary` in place of `d2t` (differences to the tokens' own numbers) and `t2d`.
+    """The weights, without a `model.` before their names, with `draft_vocabulary` in place of `d2t` (differences to the
+    tokens' own numbers) and `t2d`.
 
     Raises:
         CheckpointError: the two contradict each other, or name tokens that the target has not.
     """
-    weights = {name: weight for name, weight in weights.items() if not name.endswith(_TRAINING_ONLY)}
+    weights = {
+        name.removeprefix("model."): weight for name, weight in weights.items() if not name.endswith(_TRAINING_ONLY)
+    }
     deltas, drafted = weights.pop("d2t", None), weights.pop("t2d", None)
     if deltas is None:
         return weights
