@@ -154,14 +154,16 @@ def test_weights_shared_out_by_fsdp_are_trained_alike(options, tmp_path, network
 
 
 @pytest.mark.slow
-def test_a_target_shared_out_trains_as_a_whole_one(options, tmp_path):
+@pytest.mark.parametrize("stored", [False, True], ids=["online", "stored"])
+def test_a_target_shared_out_trains_as_a_whole_one(options, tmp_path, stored):
     """Over two processes; the same weights to the last bit, resumed in the middle. In float64, which is not prepacked:
-    products of a whole target are torch's then too.
+    products of a whole target are torch's then too. Stored features are those that the whole target's run has written.
     """
     given = [option for option in options if not option.startswith("--trainer.devices")] + ["--dtype=float64"]
+    given.append(f"--features={tmp_path / 'features'}" if stored else "--online=true")
     for name, more in (("whole", []), ("cut", ["--shard_target=true"])):
         for steps, resume in ((6, []), (12, ["--ckpt_path=last"])):
-            script = [str(ROOT / "train/torchrun.sh"), "2", *given, "--online=true"]
+            script = [str(ROOT / "train/torchrun.sh"), "2", *given]
             said = launch(*script, f"--output={tmp_path / name}", f"--training.steps={steps}", *more, *resume)
             assert ("target: each process holds" in said) == (name == "cut")
     assert losses(tmp_path / "whole") == losses(tmp_path / "cut")

@@ -11,7 +11,6 @@ import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from itertools import chain, compress
 from pathlib import Path
 
@@ -116,7 +115,7 @@ def extract(
             weights=weights_hash(target.model),
         ),
     )
-    work = _Extraction(target, conversations, storage, manifest, options, states or partial(compute_features, target))
+    work = _Extraction(target, conversations, storage, manifest, options, states)
     # Processes of one command share the shards; another command would compute all of them again. Where none is missing
     # nothing is locked: the folder may be one that can only be read.
     alone = trainer.world_size == 1 and storage.folder is not None and missing_shards(storage, manifest)
@@ -252,10 +251,10 @@ class _Extraction(pl.LightningModule):
         storage: Storage,
         manifest: Manifest,
         options: FeatureOptions,
-        states: States,
+        states: States | None,
     ) -> None:
         super().__init__()
-        self.target, self.conversations, self.states = target, conversations, states
+        self.target, self.conversations, self.states = target, conversations, states or self._of_target
         self.storage, self.manifest, self.options = storage, manifest, options
 
     def check_space(self, missing: list[int]) -> None:
@@ -291,8 +290,11 @@ class _Extraction(pl.LightningModule):
         steps = math.ceil(self.manifest.shards / world)
         return DataLoader(range(rank, steps * world, world), batch_size=None)  # type: ignore[arg-type]
 
+    def _of_target(self, batch: Sequence[Encoded], layers: Sequence[int]) -> Tensor:
+        place(self.target, self.trainer.strategy.root_device)  # not before: with nothing missing it may not fit there
+        return compute_features(self.target, batch, layers)
+
     def on_predict_start(self) -> None:
-        place(self.target, self.trainer.strategy.root_device)
         self.missing = set(missing_shards(self.storage, self.manifest))
 
     def predict_step(self, shard: int) -> int:

@@ -120,8 +120,19 @@ def _obstacle(options: TrainOptions, size: Size, dtype: torch.dtype) -> str | No
 def _measured(
     options: TrainOptions, conversations: Sequence[Conversation], text: DataStatistics
 ) -> tuple[Draft | None, Hours]:
-    """On one device: a batch of answers, their features, some steps, and drafts beside steps of the target."""
-    one = replace(options.trainer, devices=1, num_nodes=1, strategy="auto", enable_progress_bar=False)
+    """On one device: a batch of answers, their features, some steps, and drafts beside steps of the target.
+
+    Portions are as large as those of the run, which shares them, as all else, among its processes.
+    """
+    processes = options.trainer.processes
+    one = replace(
+        options.trainer,
+        devices=1,
+        num_nodes=1,
+        strategy="auto",
+        enable_progress_bar=False,
+        accumulate_grad_batches=options.trainer.accumulate_grad_batches * processes,
+    )
     target = preparation.load_target(options, one.for_extraction())
     tokens, hours = text.conversations * text.tokens, {}
     steps, layers = cast(int, options.training.steps), options.feature_options().layers
@@ -140,17 +151,23 @@ def _measured(
         if seconds is not None:
             written = sum(int(each.loss_mask.sum()) for each in encoded)
             hours["answers"] = tokens * text.answers * seconds / max(written, 1) / 3600
-        store = extract(target, texts, name, trial.feature_options(), trainer)
-        start, size = monotonic(), options.extraction.batch_size
-        for first in range(0, len(encoded), size):
-            compute_features(target, encoded[first : first + size], layers).cpu()
-        each = (monotonic() - start) / max(sum(len(one.input_ids) for one in encoded), 1)
-        times = steps * options.training.batch_size / max(text.positions, 1) if options.online else 1
-        hours["features"] = times * tokens * each / 3600
+        store = None
+        if not options.online:
+            store = extract(target, texts, name, trial.feature_options(), trainer)
+            start, size = monotonic(), options.extraction.batch_size
+            for first in range(0, len(encoded), size):
+                compute_features(target, encoded[first : first + size], layers).cpu()
+            each = (monotonic() - start) / max(sum(len(one.input_ids) for one in encoded), 1)
+            hours["features"] = tokens * each / 3600
         material = preparation.Material([trial], target, texts, set(), texts, [], Storage(name), trainer)
         module, data = make_module(trial, material, store)
-        hours["training"] = steps * _seconds_of_a_step(trial, module, data) / 3600
-    found = Hours(hours, f"measured here on {target.device} by {len(sample)} conversations and {_STEPS} steps")
+        part = "features and training" if options.online else "training"
+        hours[part] = steps * _seconds_of_a_step(trial, module, data) / 3600
+    shared = f", and shared without loss among {processes} processes" if processes > 1 else ""
+    found = Hours(
+        {name: each / processes for name, each in hours.items()},
+        f"measured here on {target.device} by {len(sample)} conversations and {_STEPS} steps{shared}",
+    )
     predictor = module.predictor
     if not isinstance(predictor, Predictor):
         return None, found
@@ -164,7 +181,6 @@ def _trial(options: TrainOptions, folder: str) -> TrainOptions:
     return replace(
         options,
         output=folder,
-        online=False,
         features=None,
         training=replace(options.training, steps=_STEPS, conversations=None, max_minutes=None),
     )

@@ -385,10 +385,11 @@ class TrainOptions(TargetOptions):
             raise ConfigError("training.compile traces whole weights, and fsdp cuts them; leave one of the two out")
         if self.online and self.features is not None:
             raise ConfigError("online and features are both given; choose one: online computes what features stores")
-        if self.shard_target and (not self.online or self.regenerate):
+        if self.shard_target and (self.regenerate or not (self.online or self.features)):
             raise ConfigError(
                 "shard_target shares out the target within training, which neither stores its features nor answers "
-                "with it; give --online true, --regenerate false, and data with its answers (shape.regenerate)"
+                "with it; give --online true, or --features that are stored, and --regenerate false with data that "
+                "holds its answers (shape.regenerate)"
             )
         if self.predictor.kind == "model" and self.losses.on_states:
             raise ConfigError(

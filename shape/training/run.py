@@ -9,13 +9,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from transformers import PreTrainedModel
 
 from shape.data.conversations import fingerprint
+from shape.errors import FeatureStoreError
 from shape.features.extraction import extract
 from shape.features.storage import Storage
 from shape.features.store import FeatureStore
@@ -125,9 +126,19 @@ def _train(
 def _features(options: TrainOptions, material: Material) -> FeatureStore:
     """The feature store: extracted, completed, or an existing one after checking that it is the target's."""
     wanted = options.feature_options()
-    store = extract(material.target, material.conversations, material.home, wanted, material.trainer)
-    store.verify(material.target, seed=options.seed)
+    states = _incomplete if options.shard_target else None
+    store = extract(material.target, material.conversations, material.home, wanted, material.trainer, states)
+    if not options.shard_target:  # which is in the host's memory yet, where it would compute for minutes
+        store.verify(material.target, seed=options.seed)
     return store
+
+
+def _incomplete(*_: Any) -> NoReturn:
+    """In the place of a target that fits into no device."""
+    raise FeatureStoreError(
+        "some of the features are missing or damaged, and with shard_target none are computed; complete them with "
+        "shape extract, by --device_map auto or an --endpoint, or give --online true"
+    )
 
 
 def _validation(options: TrainOptions, material: Material, name: str) -> DecodingValidation:

@@ -29,6 +29,7 @@ from shape.features.positions import eligible
 from shape.features.store import FeatureStore
 from shape.target.chat import Message
 from shape.target.model import Target
+from shape.training.run import _incomplete
 
 OPTIONS = FeatureOptions(max_length=128, batch_size=3, shard_size=4)
 
@@ -69,6 +70,18 @@ def test_a_complete_folder_is_only_read(copy, tiny_target):
     before = {path.name: path.stat().st_mtime_ns for path in [copy, *copy.iterdir()]}
     run(tiny_target, copy)
     assert {path.name: path.stat().st_mtime_ns for path in [copy, *copy.iterdir()]} == before
+
+
+def test_for_a_complete_folder_the_target_stays_where_it_is(copy, tiny_target, monkeypatch):
+    """The device may be too small for it."""
+    monkeypatch.setattr(extraction, "place", lambda *_: pytest.fail("the target is moved"))
+    run(tiny_target, copy)
+
+
+def test_a_target_that_is_to_be_shared_out_computes_no_missing_shard(copy, tiny_target):
+    (copy / "shard-00001.safetensors").unlink()
+    with pytest.raises(FeatureStoreError, match="with shard_target none are computed; complete them"):
+        extract(tiny_target, CONVERSATIONS, copy, OPTIONS, extraction_trainer(), _incomplete)
 
 
 def test_space_is_estimated_by_every_kind_of_kinds_that_take_turns(tiny_target, tmp_path, monkeypatch, capsys):

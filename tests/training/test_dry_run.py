@@ -11,6 +11,7 @@ from transformers import LlamaConfig, Qwen3Config
 from shape.cli.train import main
 from shape.data.statistics import DataStatistics
 from shape.target.size import size_of
+from shape.training import dry_run
 from shape.training.defaults import resolve
 from shape.training.forecast import Forecast
 from shape.training.options import TrainOptions
@@ -80,6 +81,29 @@ def test_other_devices_than_here_are_planned_for(tiny_target_folder, tmp_path, c
     if not torch.cuda.is_available():
         main([*given, "--trainer.devices=8", "--trainer.accelerator=gpu"])
         assert "there is no GPU here for --trainer.accelerator gpu" in capsys.readouterr().out
+
+
+def test_of_many_processes_a_portion_is_measured_and_hours_are_shared(tiny_target_folder, monkeypatch, capsys):
+    measured = []
+
+    def seconds_of_a_step(options, module, data):
+        measured.append(options.trainer)
+        return 36.0
+
+    monkeypatch.setattr(dry_run, "_seconds_of_a_step", seconds_of_a_step)
+    given = [f"--target={tiny_target_folder}", "--training.steps=100", "--trainer.strategy=ddp", "--dry-run"]
+    main([*given, "--trainer.accumulate_grad_batches=2", "--trainer.devices=4"])
+    assert [(each.processes, each.accumulate_grad_batches) for each in measured] == [(1, 8)]
+    said = capsys.readouterr().out
+    assert "training 0.25)" in said and "shared without loss among 4 processes" in said
+
+
+def test_steps_of_an_online_run_are_measured_with_their_states(tiny_target_folder, monkeypatch, capsys):
+    stored = []
+    monkeypatch.setattr(dry_run, "extract", lambda *arguments: stored.append(arguments))
+    main([f"--target={tiny_target_folder}", "--online=true", "--training.batch_size=64", "--dry-run"])
+    assert re.search(r"hours: about \S+ \(.*features and training [^,]+\), measured here", capsys.readouterr().out)
+    assert not stored
 
 
 def test_mistakes_are_said_as_in_a_run(tiny_target_folder, refused):
