@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from time import monotonic, sleep
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shape.cli.train import main
 
+ENVIRONMENT = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": str(torch.get_num_threads())}
 SCRIPTS = sorted((ROOT / "train").glob("*.sh"))
 
 
@@ -54,7 +56,7 @@ def options(tiny_target_folder, tmp_path) -> list[str]:
 def launch(*command: str) -> str:
     ran = subprocess.run(
         command,
-        env={**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": str(torch.get_num_threads())},
+        env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -103,6 +105,28 @@ def test_a_run_goes_on_with_another_number_of_processes(options, tmp_path, netwo
         assert processes == 1 or f"MEMBER: {processes}/{processes}" in said
         assert reached(several) == steps
     require_the_same_steps(several, one)
+
+
+@pytest.mark.slow
+def test_processes_that_are_asked_to_end_write_a_checkpoint_together(options, tmp_path):
+    """One signal to the launcher, as schedulers send it; data workers are there, and are left in peace."""
+    given = [option for option in options if not option.startswith("--trainer.devices")] + ["--training.workers=1"]
+    script = [str(ROOT / "train/torchrun.sh"), "2", *given, f"--output={tmp_path}", "--trainer.log_every_n_steps=5"]
+    last = tmp_path / "checkpoints/last.ckpt"
+    with subprocess.Popen(
+        [*script, "--training.steps=100000", "--training.checkpoint_every=3"],
+        env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    ) as running:  # fmt: skip
+        deadline = monotonic() + 300
+        while not last.exists() and monotonic() < deadline and running.poll() is None:
+            sleep(0.1)
+        running.terminate()
+        said = running.communicate(timeout=60)[0]
+    assert "interrupted: a checkpoint follows" in said, said
+    step = reached(tmp_path)
+    assert step % 5 == 0  # where processes ask one another
+    launch(*script, f"--training.steps={step + 2}", "--ckpt_path=last")
+    assert reached(tmp_path) == step + 2
 
 
 @pytest.mark.slow

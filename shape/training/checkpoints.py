@@ -6,17 +6,20 @@ import signal
 from collections.abc import Mapping
 from pathlib import Path
 from threading import current_thread, main_thread
+from time import monotonic
 from typing import Any
 from zipfile import ZipFile
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import Checkpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from shape.errors import CheckpointError
 from shape.files import written_whole
+
+_SECONDS = 300.0  # between checkpoints, where steps are not given
 
 # May change between a run and its resumption, the last two to go on where it diverged; all else would make it another
 # run.
@@ -44,40 +47,50 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 os.replace(final, _previous(final))
 
 
-class LastCheckpoint(ModelCheckpoint):
-    """last.ckpt: every so many steps, at the end, with the last validation in it, and where the run is interrupted.
+class LastCheckpoint(Checkpoint):
+    """last.ckpt: every so often, at the end, with the last validation in it, and where the run is interrupted.
 
     A step that is broken off may have changed a part of the weights. So the first Ctrl-C, or request to end (SIGTERM),
-    waits for its end, and the second does not. Of several processes, which are at different steps then, none writes.
+    waits for a step's end, and the second does not. Several processes are at different steps then: they ask one another
+    every few steps, and write and end together.
+
+    Args:
+        every: steps between checkpoints; None is five minutes.
+        asking: steps after which several processes ask one another.
     """
 
-    def __init__(self, folder: Path, every: int) -> None:
-        super().__init__(folder, save_last=True, save_top_k=0, every_n_train_steps=every, enable_version_counter=False)
-        self._last = folder / "last.ckpt"
-        self._step, self._interrupted = 0, False
+    def __init__(self, folder: Path, every: int | None = None, asking: int = 1) -> None:
+        self._last, self._every, self._asking = folder / "last.ckpt", every, asking
+        self._step, self._written, self._interrupted = 0, 0.0, False
         self._handlers: dict[int, Any] = {}  # of these signals, elsewhere than in training
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
-        self._step = trainer.global_step
-        if trainer.world_size == 1 and current_thread() is main_thread():
+        self._step, self._written = trainer.global_step, monotonic()
+        if current_thread() is main_thread():
             self._handlers = {each: signal.signal(each, self._on_signal) for each in (signal.SIGINT, signal.SIGTERM)}
 
     def _on_signal(self, *_: Any) -> None:
         self._interrupted = True
         self._restore_handlers()
-        print("interrupted: a checkpoint follows this step; once more ends at once", flush=True)
+        rank_zero_only(print)("interrupted: a checkpoint follows; once more ends at once", flush=True)
 
     def _restore_handlers(self) -> None:
         for each, handler in self._handlers.items():
             signal.signal(each, handler)
         self._handlers = {}
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
-        super().on_train_batch_end(trainer, *arguments)
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         ended, self._step = trainer.global_step > self._step, trainer.global_step
-        if self._interrupted and ended:  # not between the portions of a step
+        if not ended:  # a portion of a step
+            return
+        interrupted, due = self._interrupted, self._every is None and monotonic() - self._written > _SECONDS
+        if trainer.world_size > 1:
+            asks = self._step % self._asking == 0
+            interrupted, due = _any_process(trainer, interrupted, due) if asks else (False, False)
+        if due or interrupted or (self._every is not None and self._step % self._every == 0):
             trainer.save_checkpoint(self._last)
+            self._written = monotonic()
+        if interrupted:
             raise KeyboardInterrupt
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -86,6 +99,12 @@ class LastCheckpoint(ModelCheckpoint):
 
     def on_exception(self, *_: Any) -> None:
         self._restore_handlers()
+
+
+def _any_process(trainer: pl.Trainer, *here: bool) -> tuple[bool, ...]:
+    """Which of these are true in one process at least; all processes have to ask."""
+    found = trainer.strategy.reduce(torch.tensor(here, device=trainer.strategy.root_device).float(), reduce_op="max")
+    return tuple(each > 0 for each in found.tolist())
 
 
 def _previous(path: Path) -> Path:

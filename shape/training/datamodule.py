@@ -56,8 +56,11 @@ class _ResumableLoader(DataLoader[Batch]):
 
 
 def _leave_interrupts(worker: int) -> None:
-    """Ignore Ctrl-C in data workers: the process that trains handles it, and needs them until its step ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Ignore Ctrl-C and requests to end in data workers: the process that trains handles them, and needs the workers
+    until its step ends. They end when it does.
+    """
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
 
 
 class ShapeDataModule(pl.LightningDataModule):

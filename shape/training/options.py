@@ -217,7 +217,8 @@ class TrainingOptions:
             of keeping what they computed: more time for less memory, and the same result.
         compile: losses, and steps of networks that do not attend to whole texts, through torch.compile, which takes a
             minute or more before the first step; the same up to rounding, but for dropout's draws.
-        checkpoint_every: steps between resumable checkpoints; one more is written at the end, and at Ctrl-C.
+        checkpoint_every: steps between resumable checkpoints; null is five minutes. One more is written at the end, and
+            at Ctrl-C or SIGTERM.
         workers: processes that read features ahead; 0 reads in the training process.
     """
 
@@ -234,7 +235,7 @@ class TrainingOptions:
     conversations: int | None = None
     gradient_checkpointing: bool = False
     compile: bool = False
-    checkpoint_every: int = 100
+    checkpoint_every: int | None = None
     workers: int = 0
 
     def check(self) -> None:

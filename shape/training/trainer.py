@@ -40,7 +40,9 @@ def make_trainer(options: TrainOptions, target: Target, output: Path, callbacks:
             *([ShardTarget(target)] if options.shard_target else []),
             StopOnDivergence(options.trainer.log_every_n_steps),
             *callbacks,
-            LastCheckpoint(output / "checkpoints", options.training.checkpoint_every),
+            LastCheckpoint(
+                output / "checkpoints", options.training.checkpoint_every, options.trainer.log_every_n_steps
+            ),
         ],
         plugins=[AtomicCheckpointIO()],
     )

@@ -15,6 +15,7 @@ from training_runs import (
 )
 
 from shape.errors import CheckpointError
+from shape.training import checkpoints
 from shape.training.checkpoints import AtomicCheckpointIO, LastCheckpoint
 from shape.training.options import TrainingOptions
 
@@ -77,6 +78,30 @@ def test_a_run_goes_on_with_another_learning_rate(store, tiny_target, tmp_path):
     assert still.trainer.global_step == OPTIONS.steps
     for name, value in still.state_dict().items():
         torch.testing.assert_close(value, kept[name], rtol=0, atol=1e-9)
+
+
+class WrittenSteps(pl.Callback):
+    """Which step last.ckpt is of, as each portion begins."""
+
+    def __init__(self, path) -> None:
+        self.path, self.steps = path, []
+
+    def on_train_batch_start(self, *args) -> None:
+        self.steps.append(torch.load(self.path, weights_only=True)["global_step"] if self.path.exists() else None)
+
+
+@pytest.mark.parametrize(
+    ("every", "seconds", "written"), [(2, 0, [None, None, 2, 2]), (None, 0, [None, 1, 2, 3]), (None, 300, [None] * 4)]
+)
+def test_checkpoints_are_written_every_so_many_steps_or_minutes(
+    store, tiny_target, tmp_path, monkeypatch, every, seconds, written
+):
+    monkeypatch.setattr(checkpoints, "_SECONDS", seconds)
+    found = WrittenSteps(tmp_path / "last.ckpt")
+    options = replace(OPTIONS, steps=4)
+    fit(tiny_target, store, options=options, accumulate=2, callbacks=[found, LastCheckpoint(tmp_path, every)])
+    assert found.steps[::2] == written
+    assert torch.load(found.path, weights_only=True)["global_step"] == 4
 
 
 def test_checkpoint_is_replaced_as_a_whole(tmp_path, monkeypatch):
