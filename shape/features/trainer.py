@@ -145,7 +145,12 @@ class TrainerOptions:
 def _made(**options: Any) -> "pl.Trainer":
     """Raises ConfigError for what Lightning does not take, or not on this machine; its errors are of many kinds."""
     import pytorch_lightning as pl
+    from pytorch_lightning.plugins.environments import SLURMEnvironment
 
+    if SLURMEnvironment.detect():
+        # Its checkpoints would lie in the working directory, and be taken for those of any Trainer there: of another
+        # run, or of extraction.
+        options["plugins"] = [*options.get("plugins", ()), SLURMEnvironment(auto_requeue=False)]
     try:
         return pl.Trainer(**options)
     except Exception as error:

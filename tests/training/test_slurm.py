@@ -1,24 +1,57 @@
 """`train/slurm.sh` with an srun that says how it was called, and without a cluster."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from helpers import ROOT
+from pytorch_lightning.plugins.environments import SLURMEnvironment
+
+from shape.features.trainer import TrainerOptions
+
+
+def cluster(folder: Path, **commands: str) -> dict[str, str]:
+    """An environment where these commands are bash scripts."""
+    for name, script in commands.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
+        (folder / name).chmod(0o755)
+    there = {"SLURM_NTASKS_PER_NODE": "4", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7"}
+    return os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": sys.executable} | there
 
 
 def said(tmp_path: Path, *options: str) -> list[str]:
     """The arguments of srun, where the script runs in that folder."""
-    srun = tmp_path / "srun"
-    srun.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
-    srun.chmod(0o755)
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable}
-    environment |= {"SLURM_NTASKS_PER_NODE": "4", "SLURM_NNODES": "2"}
+    environment = cluster(tmp_path, srun='printf "%s\\n" "$@"')
     call = ["bash", str(ROOT / "train/slurm.sh"), *options]
     ran = subprocess.run(call, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
     return ran.stdout.splitlines()
+
+
+def test_before_its_time_is_up_a_job_ends_its_step_and_is_queued_again(tmp_path):
+    """SLURM signals the script, which asks srun to end, waits for it, and only then asks for another turn."""
+    environment = cluster(
+        tmp_path,
+        srun="trap 'sleep 0.5; echo written; exit 130' TERM; echo training; while true; do sleep 0.1; done",
+        scontrol='echo "$@"',
+    )
+    call = ["bash", str(ROOT / "train/slurm.sh"), "--target=T"]
+    with subprocess.Popen(call, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout.readline() == "training\n"
+        job.send_signal(signal.SIGUSR1)
+        assert job.communicate(timeout=60)[0].splitlines() == ["written", "requeue 7"]
+
+
+def test_lightning_queues_no_job_again_by_itself(monkeypatch):
+    """Its own checkpoint would lie in the working directory, and be taken for that of any Trainer there."""
+    for name, value in {"JOB_ID": "7", "NTASKS": "1", "JOB_NAME": "shape", "PROCID": "0", "LOCALID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    options = TrainerOptions(accelerator="cpu", devices=1)
+    for trainer in (options.for_extraction(), options.for_training(1, logger=False, enable_checkpointing=False)):
+        environment = trainer._accelerator_connector.cluster_environment
+        assert isinstance(environment, SLURMEnvironment) and not environment.auto_requeue
 
 
 def test_srun_is_asked_for_what_shape_train_takes(tmp_path):
