@@ -44,3 +44,11 @@ def add_product(x: np.ndarray, matrix: np.ndarray, y: np.ndarray) -> None:
         for row in range(rows):
             for k in range(outputs):
                 y[row, k] += x[row, i] * matrix[i, k]
+
+
+@compiled
+def take_rows(source: np.ndarray, rows: np.ndarray, into: np.ndarray) -> None:
+    """into[i] = source[rows[i]], (S, W), (R,) and (R, W), but for the rows below 0, which are left as they are."""
+    for i, row in enumerate(rows):
+        if row >= 0:
+            into[i] = source[row]

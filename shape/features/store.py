@@ -17,6 +17,7 @@ from shape.features.positions import eligible, followers, stored_positions
 from shape.features.shards import dequantise, headers, load_checked, load_shard, read_texts, shard_name
 from shape.features.storage import LocalCopies, Storage
 from shape.files import cache_folder
+from shape.loops import take_rows
 from shape.target.identity import TargetIdentity
 from shape.target.inference import relative_error
 from shape.target.model import Target
@@ -130,8 +131,9 @@ class FeatureStore(Sequence[Stored]):
 
     def __getitem__(self, index: int) -> Stored:  # type: ignore[override]  # no slices
         """States that are not stored are zeros."""
-        shard, span = self._span(index)
-        return Stored(*self.text(index), self._states(shard, torch.arange(span.start, span.stop)))
+        ids, mask = self.text(index)
+        positions = torch.arange(int(self.offsets[index]), int(self.offsets[index + 1]))
+        return Stored(ids, mask, self._states(positions, torch.ones_like(positions, dtype=torch.bool)))
 
     def __iter__(self) -> Iterator[Stored]:
         return (self[index] for index in range(len(self)))
@@ -144,19 +146,33 @@ class FeatureStore(Sequence[Stored]):
         start = int(self._first[shard])
         return shard, slice(int(self.offsets[index]) - start, int(self.offsets[index + 1]) - start)
 
-    def _states(self, shard: int, positions: Tensor) -> Tensor:
-        """The layers asked for, (..., len(layers) * H), at positions of a shard, (...) int64; zeros where none is
-        stored.
+    def _states(self, positions: Tensor, known: Tensor) -> Tensor:
+        """The layers asked for, (..., len(layers) * H), at positions of the store, (...) int64; zeros where none is
+        stored, and where `known`, (...) bool, is False.
         """
-        stored = self._shards[shard] if self._shards else self._copies[shard_name(shard)]
-        index = self._state_of[shard][positions].clamp(min=0) if self._kept else positions
-        hidden, scale = stored["hidden"][index], stored["scale"][index] if "scale" in stored else None
-        if self.layers != self.manifest.layers:
-            columns = [self.manifest.layers.index(layer) for layer in self.layers]
-            hidden = hidden.unflatten(-1, (-1, self.manifest.hidden_size))[..., columns, :].flatten(-2)
-            scale = None if scale is None else scale[..., columns]
-        states = hidden if scale is None else dequantise(hidden, scale)
-        return states * self._kept[shard][positions][..., None] if self._kept else states
+        flat, manifest = positions.flatten(), self.manifest
+        shards = self.shard_of(flat).where(known.flatten(), -1)
+        hidden = torch.zeros(len(flat), manifest.width, dtype=manifest.stored_dtype)
+        scale = torch.zeros(len(flat), len(manifest.layers), dtype=torch.bfloat16)
+        for shard in shards.unique().tolist():
+            if shard < 0:
+                continue
+            stored = self._shards[shard] if self._shards else self._copies[shard_name(shard)]
+            mine = shards == shard
+            rows = flat - self._first[shard]
+            if self._kept:
+                at = rows.where(mine, 0)
+                mine, rows = mine & self._kept[shard][at], self._state_of[shard][at]
+            rows = rows.where(mine, -1)
+            _take(stored["hidden"], rows, hidden)
+            if "scale" in stored:
+                _take(stored["scale"], rows, scale)
+        if self.layers != manifest.layers:
+            columns = [manifest.layers.index(layer) for layer in self.layers]
+            hidden = hidden.unflatten(-1, (-1, manifest.hidden_size))[:, columns].flatten(-2)
+            scale = scale[:, columns]
+        states = dequantise(hidden, scale) if manifest.dtype == "int8" else hidden
+        return states.unflatten(0, positions.shape)
 
     def _checked(self, path: Path) -> dict[str, Tensor]:
         """A copy of a shard, mapped, once its checksum is found right."""
@@ -221,17 +237,13 @@ class FeatureStore(Sequence[Stored]):
         inside = (index >= self.offsets[conversation, None]) & (index < self.offsets[conversation + 1, None])
         ids = torch.zeros(index.shape, dtype=torch.int64)
         mask = torch.zeros(index.shape, dtype=torch.bool)
-        width = len(self.layers) * self.manifest.hidden_size
-        hidden = torch.zeros(len(positions), before + after, width, dtype=self.manifest.read_dtype)
         shards = self.shard_of(positions)
         for number in shards.unique().tolist():
             text, mine = self._texts[number], shards == number
             local = (index[mine] - self._first[number]).clamp(0, len(text["input_ids"]) - 1)
             ids[mine] = text["input_ids"][local].long()
             mask[mine] = text["loss_mask"][local]
-            hidden[mine] = self._states(number, local[:, :-1])
-        hidden.masked_fill_(~inside[:, :-1, None], 0)
-        return Stored(ids * inside, mask & inside, hidden)
+        return Stored(ids * inside, mask & inside, self._states(index[:, :-1], inside[:, :-1]))
 
     def verify(self, target: Target, samples: int = 3, seed: int = 0) -> None:
         """Recompute a few stored conversations with the target.
@@ -254,6 +266,11 @@ class FeatureStore(Sequence[Stored]):
                     f"features in {self.storage} are not what target {target.name} computes now (conversation "
                     f"{index} differs by {error:.1%}, at most {tolerance:.1%} is rounding); extract again"
                 )
+
+
+def _take(source: Tensor, rows: Tensor, into: Tensor) -> None:
+    """Rows of any dtype, byte by byte: `into` (R, W) keeps its own where `rows`, (R,) int64, is below 0."""
+    take_rows(source.view(torch.uint8).numpy(), rows.numpy(), into.view(torch.uint8).numpy())
 
 
 def _names(shards: list[int]) -> str:
