@@ -29,6 +29,7 @@ from shape.training.batches import (
 from shape.training.order import SHARDS_SHUFFLED, ShardedOrder, StepOrder
 
 _ROOTS_SAMPLE = 256
+_TEXTS_SAMPLE = 20_000  # encoded, by every process, before training: some ten million tokens say which are frequent
 _EARLY = 0.5  # share of a shard group's steps (`SHARDS_SHUFFLED`) by which its shards are fetched ahead
 
 
@@ -120,11 +121,11 @@ class ShapeDataModule(pl.LightningDataModule):
             )
 
     def texts(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(input_ids, loss_mask) of every conversation that is learned from."""
+        """(input_ids, loss_mask) of what is learned from: of all that is stored, else of a sample."""
         if self.store is not None:
             for number in self.numbers:
                 yield self.store.text(number)
-        for conversation in self.conversations:
+        for conversation in evenly(self.conversations, _TEXTS_SAMPLE):
             encoded = self.encode(conversation)
             yield encoded.input_ids, encoded.loss_mask
 

@@ -111,6 +111,9 @@ def _train(
         for folder in dict.fromkeys([output, *(Path(run.output) for run in runs)]):
             set_aside(folder)
     trained = modules[0] if len(modules) == 1 else JointModule(dict(zip(names, modules, strict=True)))
+    told = {name: {**asdict(run), "token": None} for name, run in zip(names, runs, strict=True)}  # no secret
+    for logger in trainer.loggers:
+        logger.log_hyperparams(told if len(runs) > 1 else told[""])
     trainer.fit(trained, data, ckpt_path=checkpoint, weights_only=True)
     if trainer.is_global_zero:
         validating = sum(validation.seconds for validation in validations)

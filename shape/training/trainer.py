@@ -1,5 +1,6 @@
 """The Lightning Trainer of a run: its devices, loggers and checkpoints."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -21,7 +22,8 @@ def make_loggers(options: TrainOptions, output: Path) -> list[Logger]:
     for name in options.loggers:
         match name:
             case "wandb":
-                found.append(WandbLogger(project="shape", name=output.name, save_dir=output))
+                project = os.environ.get("WANDB_PROJECT", "shape")
+                found.append(WandbLogger(project=project, name=output.name, save_dir=output))
             case "mlflow":
                 found.append(MLFlowLogger("shape", run_name=output.name, save_dir=str(output / "logs/mlruns")))
             case _:

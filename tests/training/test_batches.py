@@ -174,6 +174,12 @@ def test_steps_are_sized_by_every_kind_of_kinds_that_take_turns(tiny_target, mon
     assert least < mixed < most
 
 
+def test_frequent_tokens_are_counted_in_a_sample_of_many_conversations(tiny_target, monkeypatch):
+    """Every process encodes what it counts, before the first step."""
+    monkeypatch.setattr(datamodule, "_TEXTS_SAMPLE", 3)
+    assert len(list(data_of(CONVERSATIONS, tiny_target).texts())) == 3 < len(CONVERSATIONS)
+
+
 def test_seeds_are_unrelated():
     seeds = {derive_seed(a, b) for a in range(20) for b in range(20)} | {derive_seed(a) for a in range(20)}
     assert len(seeds) == 420 and derive_seed(1, 2) == derive_seed(1, 2) and max(seeds) < 2**63

@@ -78,6 +78,8 @@ def test_the_whole_way(trained, tiny_target):
     losses = [float(row["train/loss"]) for row in rows if row["train/loss"]]
     assert losses[-1] < losses[0]
     assert list((trained / "logs/version_0").glob("events.out.tfevents*"))
+    told = yaml.safe_load((trained / "logs/version_0/hparams.yaml").read_text())
+    assert told["training"]["steps"] == 60 and told["predictor"]["kind"] == "shape" and told["token"] is None
 
 
 def test_a_part_of_the_conversations_can_be_learned_from(trained, tiny_target_folder, data, tmp_path, refused):
