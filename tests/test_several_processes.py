@@ -209,3 +209,17 @@ def test_no_process_takes_memory_for_the_whole_target(tmp_path):
     assert mine < 0.52 * whole and whole > 250e6
     assert found["loaded"] < 0.25 * whole
     assert mine < found["after"] < mine + 0.25 * whole
+
+
+@pytest.mark.slow
+def test_processes_that_share_a_target_run_as_many_forwards_as_each_other(tmp_path):
+    """Also where the texts of one are on both sides of a change of the rotary table, and of another on one."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 24,
+        "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+    }  # fmt: skip
+    config = LlamaConfig(**sizes, num_attention_heads=4, max_position_embeddings=96, rope_parameters=rope)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    launch(*run, str(ROOT / "tests/sharded_switch.py"), str(tmp_path))

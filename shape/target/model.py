@@ -331,6 +331,8 @@ class Target:
             found = [
                 self.hidden(input_ids[rows, : max(lengths[row] for row in rows)], layers=layers) for rows in groups
             ]
+            if self.sharded and len(groups) == 1:  # another process may have two, and all run every layer together
+                self.hidden(input_ids[:1, :1])
         states = found[0].new_zeros(*input_ids.shape, found[0].shape[-1])
         for rows, some in zip(groups, found, strict=True):
             states[rows, : some.shape[1]] = some

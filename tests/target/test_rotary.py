@@ -134,6 +134,18 @@ def test_features_have_the_table_of_their_own_text():
         torch.testing.assert_close(found[row, : len(ids)], target.hidden(ids[None])[0], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("lengths", [[9, 24], [30], [30, 9, 24]])
+def test_a_target_that_processes_share_runs_two_forwards_whatever_the_texts(lengths, monkeypatch):
+    """One process would otherwise wait for another, whose texts need one table where its own need both."""
+    target = Target(build("llama, LongRoPE"))
+    texts = [row[0] for row in rows(prompts(lengths))]
+    batch = [Encoded(str(len(ids)), ids, torch.ones_like(ids, dtype=torch.bool)) for ids in texts]
+    expected, hidden, forwards = compute_features(target, batch), Target.hidden, []
+    monkeypatch.setattr(target, "hidden", lambda *given, **more: forwards.append(1) or hidden(target, *given, **more))
+    target.sharded = True
+    assert torch.equal(compute_features(target, batch), expected) and len(forwards) == 2
+
+
 def dynamic(positions: int) -> PreTrainedModel:
     values = {
         "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
