@@ -2,7 +2,8 @@
 
 import errno
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from filelock import FileLock, Timeout
 from shape.errors import ConfigError, DiskSpaceError, ShapeError, is_full_disk
 
 T = TypeVar("T")
+_SECONDS_TO_APPEAR = 60.0  # of what another process has written, on a network file system
 
 
 def cache_folder() -> Path:
@@ -81,6 +83,22 @@ def written_whole(path: Path, writer: str = "") -> Iterator[Path]:
                 "finished is kept"
             ) from error
         raise
+
+
+def appears(there: Callable[[], bool], output: Path, error: type[ShapeError]) -> None:
+    """Returns once `there()` is true: other processes have written, and what they wrote is on its way.
+
+    Raises:
+        `error`: it stays false.
+    """
+    deadline = time.monotonic() + _SECONDS_TO_APPEAR
+    while not there():
+        if time.monotonic() > deadline:
+            raise error(
+                f"what other processes have written for {output} is not to be seen by this one; give an output on a "
+                "file system that all of them share"
+            )
+        time.sleep(0.1)
 
 
 @contextmanager

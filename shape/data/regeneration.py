@@ -4,7 +4,6 @@ import gzip
 import hashlib
 import json
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
@@ -29,12 +28,11 @@ from shape.data.journal import AnswerJournal
 from shape.data.options import AnswerOptions
 from shape.data.reading import load_conversations
 from shape.errors import ConfigError, DataError
-from shape.files import written_whole
+from shape.files import appears, written_whole
 from shape.target.chat import Message
 
 BATCHES_PER_CHUNK = 32
 _LONGEST_WAIT = timedelta(days=30)  # for processes whose share takes longer
-_SECONDS_TO_APPEAR = 60.0  # of what another process has written, on a network file system
 
 Ask = Callable[[Sequence[Request]], Sequence[Answer | DataError | None]]
 
@@ -147,20 +145,8 @@ def regenerate(
             journal.read()
         return len(journal.places) == len(conversations)
 
-    _appears(complete, output)
+    appears(complete, output, DataError)
     return _finish(journal, output)
-
-
-def _appears(there: Callable[[], bool], output: Path) -> None:
-    """Returns once `there()` is true. Raises DataError where it stays false."""
-    deadline = time.monotonic() + _SECONDS_TO_APPEAR
-    while not there():
-        if time.monotonic() > deadline:
-            raise DataError(
-                f"what other processes have written for {output} is not to be seen by this one; give an output on a "
-                "file system that all of them share"
-            )
-        time.sleep(0.1)
 
 
 def check_output(output: Path) -> None:
@@ -393,7 +379,7 @@ def own_answers(
             if not trainer.strategy.broadcast(output.exists()):
                 regenerate(chats, backend, output, options, progress=progress, share=share)
                 share.barrier()  # the first has written them
-        _appears(output.exists, output)
+        appears(output.exists, output, DataError)
 
     in_every_process(work, trainer)
     return load_conversations(output) + texts

@@ -33,7 +33,7 @@ from shape.features.positions import eligible, stored_positions
 from shape.features.shards import load_checked, missing_shards, quantise, shard_name, write_shard
 from shape.features.storage import Storage
 from shape.features.store import FeatureStore
-from shape.files import human_bytes, written_whole
+from shape.files import appears, human_bytes, written_whole
 from shape.target.identity import weights_hash
 from shape.target.loading import of_target
 from shape.target.model import Target, announce
@@ -92,7 +92,8 @@ def extract(
 
     Raises:
         ConfigError, DataError: options or conversations that cannot be used.
-        FeatureStoreError: the store holds features made from something else, or the target's states are not finite.
+        FeatureStoreError: the store holds features made from something else, the target's states are not finite, or
+            what another process wrote is not seen here.
         DiskSpaceError: less free space than the estimate, or none left.
     """
     options.check(target)
@@ -126,6 +127,8 @@ def extract(
         # decides by a look of its own at the store whether to take part.
         trainer.predict(work, return_predictions=False)
     trainer.strategy.barrier("features are complete")
+    if trainer.world_size > 1 and storage.folder is not None:
+        appears(lambda: not missing_shards(storage, manifest), storage.folder, FeatureStoreError)
     cache = None if options.cache is None else Path(options.cache)
     return FeatureStore(storage, target.identity, options.layers, cache, int(options.cache_gigabytes * 1e9))
 

@@ -16,7 +16,7 @@ import pytest
 from regenerated import Echo, conversation_of, many, messages_by_id
 from training_runs import extraction_trainer
 
-from shape.data import regeneration as program
+from shape import files
 from shape.data.backends import Answer
 from shape.data.conversations import Conversation
 from shape.data.encoding import encode
@@ -270,7 +270,7 @@ def test_a_process_that_fails_ends_the_others(tmp_path, failing):
 
 
 def test_what_no_other_process_shows_is_waited_for_with_an_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(program, "_SECONDS_TO_APPEAR", 0.2)
+    monkeypatch.setattr(files, "_SECONDS_TO_APPEAR", 0.2)
     with pytest.raises(DataError, match=r"written for .*out\.jsonl is not to be seen by this one; give an output on"):
         regenerate(many(60), Echo(), tmp_path / "out.jsonl", progress=False, share=Share(0, 2))
 

@@ -9,6 +9,7 @@ from array import array
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from training_runs import extraction_trainer
 
+from shape import files
 from shape.data.conversations import Conversation, Tokens
 from shape.data.encoding import encode
 from shape.errors import ConfigError, DataError, DiskSpaceError, FeatureStoreError, TargetMismatch
@@ -93,6 +95,29 @@ def test_space_is_estimated_by_every_kind_of_kinds_that_take_turns(tiny_target, 
     run(tiny_target, tmp_path, conversations=[short, long] * 5)
     said = re.search(r"about (\d+) tokens", capsys.readouterr().out)
     assert said and least < int(said[1]) < most
+
+
+class OtherMachines:
+    """A Trainer of two processes, the other of which has written a shard that is seen here after a while, or never."""
+
+    world_size = 2
+
+    def __init__(self, shard: Path, seconds: float | None) -> None:
+        self.strategy, self.shard, self.seconds = SimpleNamespace(barrier=lambda name: None), shard, seconds
+
+    def predict(self, work, return_predictions):
+        hidden = self.shard.rename(self.shard.with_name("not-yet"))
+        if self.seconds is not None:
+            threading.Timer(self.seconds, hidden.rename, [self.shard]).start()
+
+
+def test_shards_of_another_machine_are_waited_for_with_an_end(copy, tiny_target, monkeypatch):
+    shard = sorted(copy.glob("shard-*"))[-1]
+    store = extract(tiny_target, CONVERSATIONS, copy, OPTIONS, OtherMachines(shard, 0.5))
+    assert len(store) == len(CONVERSATIONS)
+    monkeypatch.setattr(files, "_SECONDS_TO_APPEAR", 0.2)
+    with pytest.raises(FeatureStoreError, match=r"written for .*copy is not to be seen by this one; give an output on"):
+        extract(tiny_target, CONVERSATIONS, copy, OPTIONS, OtherMachines(shard, None))
 
 
 def test_store_holds_what_the_target_computes(folder, tiny_target):
