@@ -175,8 +175,11 @@ def _batches(conversations: Sequence[Conversation], sampled: Sequence[bool], siz
     """Indices of conversations answered together: of one kind; within a chunk alike in turns and length."""
 
     def key(index: int) -> tuple[bool, int, int, int]:
-        asked = [m.content for m in conversations[index].messages if m.role != "assistant"]
-        return sampled[index], len(asked), sum(map(len, asked)), index
+        messages = conversations[index].messages
+        asked = sum(message.role != "assistant" for message in messages)
+        # With the answers that the data has: a batch lasts as long as its longest one, and to a question with a long
+        # answer the target's own is long, too.
+        return sampled[index], asked, sum(len(message.content) for message in messages), index
 
     batches: list[list[int]] = []
     for start in range(0, len(conversations), size * BATCHES_PER_CHUNK):

@@ -83,6 +83,20 @@ def test_batches_are_alike(tmp_path):
     assert sum(spread) / len(spread) < 10  # of a range of 25
 
 
+def test_answers_of_a_batch_end_at_about_the_same_time(tmp_path):
+    """By those that the data has: where questions are alike, a batch is of answers alike in length."""
+    lengths = {f"id-{number}": number * 37 % 64 for number in range(64)}
+    asked = [
+        Conversation(name, (Message("user", name.ljust(9)), Message("assistant", "x" * length)))
+        for name, length in lengths.items()
+    ]
+    backend = Echo()
+    options = AnswerOptions(batch_size=4, sampled_share=0.0)
+    regenerate(asked, backend, tmp_path / "out.jsonl", options, progress=False)
+    batches = [[lengths[request.prompt[0].content.strip()] for request in batch] for batch in backend.batches]
+    assert all(max(batch) - min(batch) == 3 for batch in batches)
+
+
 KILLED = """
 import os, signal, sys
 sys.path.insert(0, {tests!r})
