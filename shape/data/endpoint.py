@@ -1,14 +1,18 @@
-"""Answers by a server that speaks OpenAI's protocol (vLLM, SGLang, llama.cpp, ...)."""
+"""Answers by servers that speak OpenAI's protocol (vLLM, SGLang, llama.cpp, ...)."""
 
 import json
+import logging
 import os
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field, replace
 from http.client import HTTPException
-from typing import Any, Self
+from itertools import count
+from typing import Any, NamedTuple, Self, TypeVar
 
 from shape.data.backends import Answer, Request
 from shape.data.rows import parse_row
@@ -18,10 +22,18 @@ from shape.target.chat import Message
 # Asked for too, as long as the server does not refuse it; most ignore what they do not know. Ids of prompt and answer
 # (vLLM), and the target's own distribution, whatever its generation config prefers (vLLM and SGLang).
 _MORE = {"return_token_ids": True, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+_PATIENCE = 600.0  # seconds in which a server that cannot be reached may come back: large models load for minutes
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0  # seconds between attempts to reach it; each is twice the one before
+
+T = TypeVar("T")
 
 
 class EndpointError(ShapeError):
     """An endpoint that cannot be reached, refuses, or answers with something else than a completion."""
+
+
+class Unreachable(EndpointError):
+    """No server takes the connection: it is down, or starting."""
 
 
 class RequestRefused(EndpointError):
@@ -29,74 +41,136 @@ class RequestRefused(EndpointError):
 
     Attributes:
         reason: the status, and what the server said.
+        url: of the server.
     """
 
-    def __init__(self, message: str, reason: str) -> None:
+    def __init__(self, message: str, reason: str, url: str) -> None:
         super().__init__(message)
-        self.reason = reason
+        self.reason, self.url = reason, url
+
+
+class Reply(NamedTuple):
+    """What a server sent, and which one."""
+
+    url: str
+    body: bytes
+
+
+def patiently(ask: Callable[[], T], stopped: threading.Event) -> T:
+    """What `ask()` returns, which is called again for some ten minutes while no server can be reached.
+
+    Args:
+        stopped: ends the waiting when it is set, by another thread.
+
+    Raises:
+        Unreachable: the servers do not come back.
+        CancelledError: stopped.
+    """
+    deadline, pause = time.monotonic() + _PATIENCE, _FIRST_PAUSE
+    while not stopped.is_set():
+        try:
+            return ask()
+        except Unreachable:
+            if time.monotonic() + pause > deadline:
+                raise
+        stopped.wait(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+    raise CancelledError
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server.
+    """A server, or several that serve the same: each thread asks one of them, and the others where that is down.
 
     Attributes:
-        url: its base, for example http://localhost:8000/v1.
-        model: the name under which it serves the target.
+        urls: the base of each, for example http://localhost:8000/v1.
+        model: the name under which they serve the target.
         api_key: sent as a bearer token.
         timeout: seconds to wait for one answer.
-        retries: further attempts after a lost connection or a status of 429 or 5xx.
+        retries: further attempts after a lost connection or a status of 429 or 5xx; see ``patiently`` for a server
+            that cannot be reached.
         pause: seconds before the first of them; doubled before each next one.
-        concurrency: requests at a time; the server batches them.
+        concurrency: requests at a time to all servers together, which batch them.
     """
 
-    url: str
+    urls: tuple[str, ...]
     model: str
     api_key: str | None = field(default=None, repr=False, kw_only=True)
     timeout: float = field(default=600.0, kw_only=True)
     retries: int = field(default=4, kw_only=True)
     pause: float = field(default=1.0, kw_only=True)
     concurrency: int = field(default=64, kw_only=True)
+    # Which threads have asked, by number, and which servers were said to be down.
+    _own: threading.local = field(default_factory=threading.local, init=False, repr=False, compare=False)
+    _numbers: Iterator[int] = field(default_factory=count, init=False, repr=False, compare=False)
+    _down: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+    _saying: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
 
     @classmethod
-    def of(cls, url: str, model: str | None, concurrency: int = 1, **more: Any) -> Self:
+    def of(cls, given: str | Sequence[str], model: str | None, concurrency: int = 1, **more: Any) -> Self:
         """As commands are given it; the key is read from OPENAI_API_KEY.
+
+        Args:
+            given: URLs: a list, or with commas between them.
 
         Raises:
             ConfigError: no URL, no model, or no request at a time.
         """
+        urls = tuple(url.strip() for url in (given.split(",") if isinstance(given, str) else given))
         if model is None:
-            raise ConfigError(f"endpoint {url} may serve several models; name one with model")
+            raise ConfigError(f"endpoint {', '.join(urls)} may serve several models; name one with model")
         if concurrency < 1:
             raise ConfigError(f"concurrency is {concurrency}; give the requests that the endpoint takes at a time")
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"endpoint {url} is no URL; it looks like http://localhost:8000/v1")
-        return cls(url, model, concurrency=concurrency, api_key=os.environ.get("OPENAI_API_KEY"), **more)
+        for url in urls or ("",):
+            if not url.startswith(("http://", "https://")):
+                raise ConfigError(f"endpoint {url} is no URL; it looks like http://localhost:8000/v1")
+        return cls(urls, model, concurrency=concurrency, api_key=os.environ.get("OPENAI_API_KEY"), **more)
 
     @classmethod
-    def asked_for(cls, url: str | None, model: str | None) -> Self | None:
+    def asked_for(cls, given: str | Sequence[str] | None, model: str | None) -> Self | None:
         """As ``of``; None where a target answers here. Raises ConfigError for a model without an endpoint, too."""
-        if url is not None:
-            return cls.of(url, model)
+        if given is not None:
+            return cls.of(given, model)
         if model is not None:
             raise ConfigError("model is the name of the target at an endpoint; give --endpoint, or leave model out")
         return None
 
-    def post(self, path: str, body: Mapping[str, Any]) -> bytes:
+    def post(self, path: str, body: Mapping[str, Any], url: str | None = None) -> Reply:
         """The reply to `body`, to which the model is added.
+
+        Args:
+            url: the server to ask; default: the thread's own first.
 
         Raises:
             DataError: the prompt is too long.
             RequestRefused: the server finds the request wrong.
-            EndpointError: no server there, or it refuses otherwise.
+            Unreachable: no server takes the connection.
+            EndpointError: it refuses otherwise.
         """
+        whole = json.dumps({"model": self.model, **body}).encode()
+        failed: Unreachable | None = None
+        for each in self._in_turn() if url is None else (url,):
+            try:
+                return Reply(each, self._post(f"{each.rstrip('/')}/{path}", whole, each))
+            except Unreachable as error:
+                failed = failed or error
+        assert failed is not None
+        raise failed
+
+    def _in_turn(self) -> tuple[str, ...]:
+        """All servers. A thread always begins with the same one, which so holds the earlier turns of its dialogue."""
+        if not hasattr(self._own, "number"):
+            self._own.number = next(self._numbers)
+        first = self._own.number % len(self.urls)
+        return (*self.urls[first:], *self.urls[:first])
+
+    def _post(self, address: str, body: bytes, url: str) -> bytes:
         # The standard library's client: the hub's own has another name in each major version (requests, httpx, httpx2)
         # and refuses to work under HF_HUB_OFFLINE.
         headers = {"Content-Type": "application/json"}
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
-        whole = json.dumps({"model": self.model, **body}).encode()
-        request = urllib.request.Request(f"{self.url.rstrip('/')}/{path}", whole, headers)
+        request = urllib.request.Request(address, body, headers)
         wrong = False
         for attempt in range(self.retries + 1):
             if attempt:
@@ -111,18 +185,33 @@ class Endpoint:
                 reason, wrong = f"status {error.code}: {said}", error.code in (400, 422)
                 if error.code != 429 and error.code < 500:
                     break
-            except (OSError, HTTPException) as error:  # URLError and timeouts are OSErrors
+            except urllib.error.URLError as error:  # before the request was sent
+                self._say_once(url, error.reason)
+                raise Unreachable(self._failed(url, error.reason)) from None
+            except (OSError, HTTPException) as error:  # timeouts are OSErrors
                 reason = str(error) or type(error).__name__
-        message = (
-            f"endpoint {self.url} does not serve model {self.model} ({reason}); check the address, the name, "
+        message = self._failed(url, reason)
+        raise RequestRefused(message, reason, url) if wrong else EndpointError(message)
+
+    def _failed(self, url: str, reason: object) -> str:
+        return (
+            f"endpoint {url} does not serve model {self.model} ({reason}); check the address, the name, "
             "the key, and that the server runs, then give the same command again to continue"
         )
-        raise RequestRefused(message, reason) if wrong else EndpointError(message)
+
+    def _say_once(self, url: str, reason: object) -> None:
+        with self._saying:
+            said = url in self._down
+            self._down.add(url)
+        if not said:
+            logging.getLogger("shape").warning(
+                "endpoint %s cannot be reached (%s); requests go to others, or wait for it for ten minutes", url, reason
+            )
 
 
 @dataclass(frozen=True)
 class EndpointBackend(Endpoint):
-    """A server that writes answers.
+    """Servers that write answers.
 
     Attributes:
         max_new_tokens: longest answer, in tokens.
@@ -142,11 +231,11 @@ class EndpointBackend(Endpoint):
     def _answer(self, request: Request) -> Answer | DataError:
         raw = isinstance(request.prompt, str)
         try:
-            reply = self._reply(request)
+            url, reply = self._reply(request)
         except DataError as error:
             return error
         except RequestRefused as refused:
-            if not self._answers_others(request):
+            if not self._answers_others(request, refused.url):
                 raise
             return DataError(f"the endpoint refuses the conversation ({refused.reason})")
         try:
@@ -162,17 +251,19 @@ class EndpointBackend(Endpoint):
             return Answer(message.content, finished, message.more, tokens)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise EndpointError(
-                f"endpoint {self.url} did not answer with a completion ({type(error).__name__}: {error}); "
+                f"endpoint {url} did not answer with a completion ({type(error).__name__}: {error}); "
                 "check that it speaks OpenAI's protocol"
             ) from None
 
-    def _answers_others(self, request: Request) -> bool:
+    def _answers_others(self, request: Request, url: str) -> bool:
         """Whether the server takes a plain prompt with the same options: one that does not know the model, or one of
         the options, refuses that too, and all that is left to ask.
         """
         plain = "Hello" if isinstance(request.prompt, str) else (Message("user", "Hello"),)
         try:
-            self._reply(replace(request, prompt=plain, template={}))
+            self._reply(replace(request, prompt=plain, template={}), url)
+        except Unreachable:  # it may have been about to go down
+            raise
         except (DataError, EndpointError):
             return False
         return True
@@ -192,12 +283,12 @@ class EndpointBackend(Endpoint):
         more = {"messages": messages, "tools": tools, "chat_template_kwargs": given}
         return body | {name: value for name, value in more.items() if value}
 
-    def _reply(self, request: Request) -> bytes:
+    def _reply(self, request: Request, url: str | None = None) -> Reply:
         path, body = "completions" if isinstance(request.prompt, str) else "chat/completions", self._body(request)
         more = {name: value for name, value in _MORE.items() if name not in self._refused}
         while True:
             try:
-                reply = self.post(path, {**body, **more})
+                reply = self.post(path, {**body, **more}, url)
             except RequestRefused as error:
                 if not (named := {name for name in more if name in error.reason}):
                     raise

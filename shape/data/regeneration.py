@@ -6,7 +6,7 @@ import json
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -24,6 +24,7 @@ from tqdm.auto import tqdm
 from shape.data.backends import Answer, Backend, Request
 from shape.data.conversations import Conversation, fingerprint
 from shape.data.encoding import texts_of_turns
+from shape.data.endpoint import patiently
 from shape.data.journal import AnswerJournal
 from shape.data.options import AnswerOptions
 from shape.data.reading import load_conversations
@@ -200,18 +201,16 @@ def _answer_all(
 
     One that fails ends all: answers that are on their way are waited for, and no further ones are asked for.
     """
-    if backend.concurrency == 1:
-        for batch in batches:
-            answer(batch, backend.generate)
-            done()
-        return
     stopped = threading.Event()
 
     def ask(requests: Sequence[Request]) -> Sequence[Answer | DataError | None]:
-        if stopped.is_set():
-            raise CancelledError
-        return backend.generate(requests)
+        return patiently(partial(backend.generate, requests), stopped)
 
+    if backend.concurrency == 1:
+        for batch in batches:
+            answer(batch, ask)
+            done()
+        return
     with ThreadPoolExecutor(backend.concurrency) as threads:
         try:
             for each in as_completed([threads.submit(answer, batch, ask) for batch in batches]):

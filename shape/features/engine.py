@@ -6,6 +6,7 @@ before the final norm; the target's own norm makes h of it.
 """
 
 import json
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from shape.data.encoding import Encoded
-from shape.data.endpoint import Endpoint, EndpointError
+from shape.data.endpoint import Endpoint, EndpointError, patiently
 from shape.errors import FeatureStoreError
 from shape.features.store import TOLERANCE
 from shape.target.inference import relative_error
@@ -27,12 +28,14 @@ class EngineStates:
     """What `compute_features` computes, asked of an engine.
 
     Args:
-        target: as the engine serves it. Its norm is applied here, and one conversation is compared with its states.
+        endpoint: one engine, or several.
+        target: as they serve it. Its norm is applied here, and one conversation of each engine is compared with its
+            states.
     """
 
     def __init__(self, endpoint: Endpoint, target: Target) -> None:
         self.endpoint, self.target = endpoint, target
-        self._checked = False
+        self._checked: set[str] = set()  # URLs of servers
 
     def __call__(self, texts: Sequence[Encoded], layers: Sequence[int]) -> list[Tensor]:
         """States of each text, (T, layers * H) in the target's dtype, on its device.
@@ -43,43 +46,49 @@ class EngineStates:
         """
         # As the engine numbers them.
         numbers = [self.target.config.num_hidden_layers if layer == -1 else layer for layer in layers]
+        stopped = threading.Event()
         with ThreadPoolExecutor(len(texts)) as threads:
-            states = list(threads.map(partial(self._states, numbers=numbers), texts))
-        if not self._checked:
-            self._check(texts[-1], states[-1], layers, serve_flags(sorted(set(numbers))))
-            self._checked = True
-        return states
+            try:
+                found = list(threads.map(partial(self._states, numbers=numbers, stopped=stopped), texts))
+            finally:
+                stopped.set()  # one may be waiting for its server
+        for text, (url, states) in zip(reversed(texts), reversed(found), strict=True):
+            if url not in self._checked:
+                self._check(url, text, states, layers, serve_flags(sorted(set(numbers))))
+                self._checked.add(url)
+        return [states for _, states in found]
 
-    def _states(self, text: Encoded, numbers: Sequence[int]) -> Tensor:
+    def _states(self, text: Encoded, numbers: Sequence[int], stopped: threading.Event) -> tuple[str, Tensor]:
+        """Which server gave them, and the states."""
         there, depth = sorted(set(numbers)), self.target.config.num_hidden_layers
         ids = text.input_ids.tolist()
-        reply = self.endpoint.post("completions", {"prompt": ids, "max_tokens": 1})
+        url, reply = patiently(partial(self.endpoint.post, "completions", {"prompt": ids, "max_tokens": 1}), stopped)
         try:
             path = json.loads(reply)["kv_transfer_params"]["hidden_states_path"]
         except (ValueError, LookupError, TypeError):  # no JSON, or of another kind
             path = None
         if not isinstance(path, str):
-            raise EndpointError(f"endpoint {self.endpoint.url} gives no hidden states; serve with {serve_flags(there)}")
+            raise EndpointError(f"endpoint {url} gives no hidden states; serve with {serve_flags(there)}")
         written = _read_and_delete(Path(path))
         states = written["hidden_states"].to(self.target.device, self.target.dtype)
         wanted = (len(ids), len(there), self.target.hidden_size)
         if states.shape != wanted or written["token_ids"].tolist() != ids:
             raise EndpointError(
-                f"endpoint {self.endpoint.url} gives states {tuple(states.shape)}, and {wanted} (tokens, layers, "
+                f"endpoint {url} gives states {tuple(states.shape)}, and {wanted} (tokens, layers, "
                 f"width) are asked for; serve target {self.target.name} with {serve_flags(there)}"
             )
         found = dict(zip(there, states.unbind(1), strict=True))
         if depth in found:
             found[depth] = self.target.normed(found[depth])
-        return torch.cat([found[number] for number in numbers], dim=-1)
+        return url, torch.cat([found[number] for number in numbers], dim=-1)
 
-    def _check(self, text: Encoded, states: Tensor, layers: Sequence[int], flags: str) -> None:
+    def _check(self, url: str, text: Encoded, states: Tensor, layers: Sequence[int], flags: str) -> None:
         """Compare with the target here, so that wrong layers or weights show at once."""
         own = self.target.features(text.input_ids[None].to(self.target.device), layers)[0]
         error, tolerance = relative_error(states, own), TOLERANCE[torch.bfloat16]
         if not error <= tolerance:
             raise FeatureStoreError(
-                f"the states that endpoint {self.endpoint.url} gives are not those of target {self.target.name} "
+                f"the states that endpoint {url} gives are not those of target {self.target.name} "
                 f"(conversation {text.id} differs by {error:.1%}, at most {tolerance:.1%} is rounding); serve these "
                 f"weights, with {flags}"
             )

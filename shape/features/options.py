@@ -98,7 +98,8 @@ class _RunOptions(FeatureOptions, TargetOptions):
 
     Attributes:
         endpoint: base URL of a vLLM that computes the states instead, started with `extract_hidden_states`, for example
-            http://localhost:8000/v1; batch_size conversations are requested at a time.
+            http://localhost:8000/v1, or of several, with commas between them, which share the requests; batch_size
+            conversations are requested at a time.
         model: the name under which the endpoint serves the target.
         chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
         limit: at most so many conversations of `data`.
@@ -107,7 +108,7 @@ class _RunOptions(FeatureOptions, TargetOptions):
         trainer: devices, processes and nodes, as Lightning's Trainer has them.
     """
 
-    endpoint: str | None = None
+    endpoint: list[str] | str | None = None
     model: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     limit: int | None = None

@@ -137,21 +137,22 @@ class RegenerationOptions(AnswerOptions, PlacedOptions):
         output: the .jsonl or .jsonl.gz file to write.
         target: path, hub id or bundled name of the target that answers on this machine.
         endpoint: base URL of an OpenAI-compatible server that answers instead, for example
-            http://localhost:8000/v1; the key, where it wants one, is read from OPENAI_API_KEY.
+            http://localhost:8000/v1, or of several, with commas between them, which share the requests; the key, where
+            they want one, is read from OPENAI_API_KEY.
         model: the name under which the endpoint serves the target.
         chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
         limit: answer at most this many conversations.
         exclude_ids: leave out ids that begin with one of these.
         skip_bad_rows: count malformed rows and continue.
         dtype: of the target, for example float32 or bfloat16; default: its checkpoint's.
-        concurrency: requests to the endpoint at a time.
+        concurrency: requests at a time to all servers together.
         trainer: devices, processes and nodes, as Lightning's Trainer has them; each process answers its share.
     """
 
     data: str
     output: str
     target: str | None = None
-    endpoint: str | None = None
+    endpoint: list[str] | str | None = None
     model: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     limit: int | None = None

@@ -2,8 +2,12 @@
 
 import json
 import random
+import socket
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -14,22 +18,27 @@ from regenerated import conversation_of, messages_by_id
 from transformers import AutoTokenizer
 
 from shape import bundled
+from shape.cli.extract import parser as extract_parser
+from shape.cli.regenerate import parser as regenerate_parser
+from shape.data import endpoint as program
 from shape.data.backends import Answer, Request
 from shape.data.conversations import Conversation
 from shape.data.encoding import encode_all
-from shape.data.endpoint import EndpointBackend, EndpointError
+from shape.data.endpoint import Endpoint, EndpointBackend, EndpointError, Unreachable, patiently
 from shape.data.options import AnswerOptions
 from shape.data.reading import load_conversations
 from shape.data.regeneration import regenerate
 from shape.errors import DataError
+from shape.features.options import ExtractOptions
+from shape.generation.options import RegenerationOptions
 from shape.target.chat import Message, prompt_ids
 
 
 class Server(ThreadingHTTPServer):
     """Speaks as much of OpenAI's protocol as is needed; `script` holds statuses to answer with first."""
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+    def __init__(self, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), Handler)
         self.script: list[int] = []
         self.asked: list[tuple[str, str | None, dict[str, Any]]] = []
         self.reply: dict[str, Any] | None = None
@@ -76,17 +85,31 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def server():
-    with Server() as found:
+@contextmanager
+def serving(port: int = 0) -> Iterator[Server]:
+    with Server(port) as found:
         thread = threading.Thread(target=found.serve_forever, daemon=True)
         thread.start()
         yield found
         found.shutdown()
 
 
+@pytest.fixture
+def server():
+    with serving() as found:
+        yield found
+
+
+@pytest.fixture
+def port() -> int:
+    """Where nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def test_endpoint(server, tmp_path):
-    backend = EndpointBackend(server.url, "name", max_new_tokens=9, temperature=0.7, api_key="key")
+    backend = EndpointBackend((server.url,), "name", max_new_tokens=9, temperature=0.7, api_key="key")
     pair = Conversation("pair", (Message("user", "raw"), Message("assistant", "x")), "completion")
     conversations = [conversation_of("a", "one", "two"), conversation_of("b", "cut", "never"), pair]
     done = regenerate(conversations, backend, tmp_path / "out.jsonl", AnswerOptions(sampled_share=1.0), progress=False)
@@ -115,7 +138,7 @@ def test_endpoint_keeps_reasoning_calls_and_token_ids(server, name):
     call = {**CALL, "function": {"name": "f", "arguments": {"x": 1}}}
     history = (Message("user", "q"), Message("assistant", "", more={"tool_calls": [call]}), Message("tool", "R"))
     request = Request(history, False, 0, {"tools": [{"name": "f"}], "enable_thinking": False})
-    (answer,) = EndpointBackend(server.url, "m").generate([request])
+    (answer,) = EndpointBackend((server.url,), "m").generate([request])
     assert answer == Answer("", True, {"tool_calls": [call], "reasoning_content": "so"}, ([5, 6], [7, 8]))
     body = server.asked[0][2]
     assert (body["top_k"], body["min_p"], body["repetition_penalty"]) == (-1, 0.0, 1.0)
@@ -126,13 +149,13 @@ def test_endpoint_keeps_reasoning_calls_and_token_ids(server, name):
 def test_an_endpoint_is_given_a_recorded_calls_arguments_as_they_are(server):
     calls = [{"type": "function", "function": {"name": "f", "arguments": each}} for each in ('{"x": ', {"x": 1})]
     history = (Message("user", "q"), Message("assistant", "", more={"tool_calls": calls}), Message("tool", "R"))
-    EndpointBackend(server.url, "m").generate([Request(history, False, 0)])
+    EndpointBackend((server.url,), "m").generate([Request(history, False, 0)])
     sent = server.asked[0][2]["messages"][1]["tool_calls"]
     assert [each["function"]["arguments"] for each in sent] == ['{"x": ', '{"x": 1}']
 
 
 def test_rows_of_an_endpoint_hold_its_token_ids_or_its_reasoning(server, tmp_path):
-    backend = EndpointBackend(server.url, "m")
+    backend = EndpointBackend((server.url,), "m")
     message = {"role": "assistant", "content": "yes", "reasoning": "so"}
     choice = {"message": message, "finish_reason": "stop", "token_ids": [7, 8]}
     server.reply = {"prompt_token_ids": [5, 6], "choices": [choice]}
@@ -152,7 +175,7 @@ def test_rows_hold_what_vllm_wrote_token_for_token(server, tmp_path, name):
     recorded = json.loads((ROOT / "tests" / "fixtures" / "engine" / "replies.json").read_text())[name]
     server.reply = recorded["reply"]
     question = recorded["body"]["messages"][0]["content"]
-    asked, backend = conversation_of("a", question), EndpointBackend(server.url, "m")
+    asked, backend = conversation_of("a", question), EndpointBackend((server.url,), "m")
     regenerate([asked], backend, tmp_path / "out.jsonl", progress=False)
     (found,) = load_conversations(tmp_path / "out.jsonl")
     tokenizer = AutoTokenizer.from_pretrained(bundled.resolve("quickstart-target"))
@@ -165,7 +188,7 @@ def test_rows_hold_what_vllm_wrote_token_for_token(server, tmp_path, name):
 
 
 def test_answers_without_token_ids_are_reported(server, tmp_path):
-    asked, backend = conversation_of("a", "q"), EndpointBackend(server.url, "m")
+    asked, backend = conversation_of("a", "q"), EndpointBackend((server.url,), "m")
     with pytest.warns(UserWarning, match="1 of 1 conversations hold text alone, for the endpoint gives no token ids"):
         regenerate([asked], backend, tmp_path / "out.jsonl", progress=False)
 
@@ -173,7 +196,7 @@ def test_answers_without_token_ids_are_reported(server, tmp_path):
 def test_endpoint_that_refuses_what_it_does_not_know(server):
     """One name after the other, and once for all requests."""
     server.unknown = ["return_token_ids", "top_k"]
-    backend = EndpointBackend(server.url, "m")
+    backend = EndpointBackend((server.url,), "m")
     for _ in range(2):
         assert backend.generate([REQUEST]) == [Answer("1:q:0.0", True)]
     asked = [[name for name in (*server.unknown, "min_p") if name in body] for _, _, body in server.asked]
@@ -193,13 +216,13 @@ def test_the_key_is_read_from_the_environment(server, monkeypatch, key):
 
 def test_endpoint_tries_again(server):
     server.script = [503, 429, 500]
-    backend = EndpointBackend(server.url, "m", pause=0.01)
+    backend = EndpointBackend((server.url,), "m", pause=0.01)
     assert backend.generate([REQUEST]) == [Answer("1:q:0.0", True)]
     assert len(server.asked) == 4
 
 
 def test_endpoint_failures(server):
-    backend = EndpointBackend(server.url, "m", retries=1, pause=0.01)
+    backend = EndpointBackend((server.url,), "m", retries=1, pause=0.01)
     server.script = [400]
     (problem,) = backend.generate([REQUEST])
     assert isinstance(problem, DataError) and "maximum context length" in str(problem)
@@ -214,7 +237,7 @@ def test_endpoint_failures(server):
     with pytest.raises(EndpointError, match="did not answer with a completion"):
         backend.generate([REQUEST])
     with pytest.raises(EndpointError, match=r"Connection refused"):
-        EndpointBackend("http://127.0.0.1:9/v1", "m", retries=1, pause=0.01).generate([REQUEST])
+        EndpointBackend(("http://127.0.0.1:9/v1",), "m", retries=1, pause=0.01).generate([REQUEST])
 
 
 @pytest.mark.parametrize("status", [400, 422])
@@ -224,7 +247,7 @@ def test_a_conversation_that_the_endpoint_refuses_is_left_out(server, tmp_path, 
     server.refused, server.unknown = (status, "bad"), unknown
     asked = [conversation_of("a", "bad"), conversation_of("b", "good"), conversation_of("c", "good", "bad")]
     with pytest.warns(UserWarning, match=rf"2 conversations .* a: the endpoint refuses .*status {status}: .*alternate"):
-        done = regenerate(asked, EndpointBackend(server.url, "m"), tmp_path / "out.jsonl", progress=False)
+        done = regenerate(asked, EndpointBackend((server.url,), "m"), tmp_path / "out.jsonl", progress=False)
     assert (done.rows, done.left_out) == (2, 1)
     assert messages_by_id(tmp_path / "out.jsonl") == {"b": ["good", "1:good:0.0"], "c": ["good", "1:good:0.0"]}
 
@@ -232,7 +255,7 @@ def test_a_conversation_that_the_endpoint_refuses_is_left_out(server, tmp_path, 
 @pytest.mark.parametrize("everything", ['"model": "m"', '"temperature": 0.0'])
 def test_an_endpoint_that_refuses_everything_ends_the_run_at_once(server, tmp_path, everything):
     """Later, too: a server may lose its model."""
-    backend = EndpointBackend(server.url, "m", concurrency=1)
+    backend = EndpointBackend((server.url,), "m", concurrency=1)
     backend.generate([REQUEST])
     server.refused = (400, everything)
     with pytest.raises(EndpointError, match=r"does not serve model m \(status 400: .*alternate"):
@@ -265,7 +288,7 @@ def test_an_endpoint_is_asked_by_many_dialogues_and_none_waits_for_another(serve
         served.release()
 
     monkeypatch.setattr(Handler, "_send", slow)
-    backend = EndpointBackend(server.url, "m", concurrency=5)
+    backend = EndpointBackend((server.url,), "m", concurrency=5)
     done = regenerate(conversations, backend, tmp_path / "many.jsonl", progress=False)
     assert done.answers == len(server.asked) == others + 1 and max(most) == 5
     monkeypatch.setattr(Handler, "_send", send)
@@ -274,7 +297,7 @@ def test_an_endpoint_is_asked_by_many_dialogues_and_none_waits_for_another(serve
 
 
 def test_what_an_endpoint_answered_is_kept_when_it_fails(server, tmp_path, monkeypatch):
-    backend, send = EndpointBackend(server.url, "m", concurrency=4, retries=1, pause=0.01), Handler._send
+    backend, send = EndpointBackend((server.url,), "m", concurrency=4, retries=1, pause=0.01), Handler._send
     regenerate(dialogues(40), backend, tmp_path / "straight.jsonl", progress=False)
     asked = len(server.asked)
 
@@ -291,3 +314,127 @@ def test_what_an_endpoint_answered_is_kept_when_it_fails(server, tmp_path, monke
     regenerate(dialogues(40), backend, tmp_path / "out.jsonl", progress=False)
     assert len(server.asked) - before <= asked - 60 + 4 * 3, "what was finished was asked again"
     assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "straight.jsonl").read_bytes()
+
+
+# Servers that come back, and several ------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Pauses that a test can wait for."""
+    monkeypatch.setattr(program, "_FIRST_PAUSE", 0.02)
+    monkeypatch.setattr(program, "_LONGEST_PAUSE", 0.1)
+
+
+@pytest.mark.parametrize("concurrency", [1, 4])
+def test_a_server_that_starts_later_is_waited_for(port, tmp_path, quick, caplog, concurrency):
+    url, done = f"http://127.0.0.1:{port}/v1", []
+    backend = EndpointBackend((url,), "m", concurrency=concurrency)
+    output = tmp_path / "out.jsonl"
+    asking = threading.Thread(target=lambda: done.append(regenerate(dialogues(9), backend, output, progress=False)))
+    asking.start()
+    time.sleep(0.5)
+    assert asking.is_alive()
+    with serving(port):
+        asking.join(30)
+    assert done and done[0].rows == 9
+    said = [record.getMessage() for record in caplog.records if "cannot be reached" in record.getMessage()]
+    assert len(said) == 1 and url in said[0] and "Connection refused" in said[0]
+
+
+def test_a_server_that_does_not_come_back_ends_the_run(port, tmp_path, quick, monkeypatch):
+    monkeypatch.setattr(program, "_PATIENCE", 0.5)
+    backend, began = EndpointBackend((f"http://127.0.0.1:{port}/v1",), "m", concurrency=4), time.monotonic()
+    with pytest.raises(EndpointError, match=rf"endpoint http://127.0.0.1:{port}/v1 does not serve .*refused"):
+        regenerate(dialogues(9), backend, tmp_path / "out.jsonl", progress=False)
+    assert 0.3 < time.monotonic() - began < 10
+
+
+def test_pauses_grow_up_to_half_a_minute_for_ten_minutes(monkeypatch):
+    now, pauses = [0.0], []
+
+    class Clock(threading.Event):
+        def wait(self, timeout=None):
+            pauses.append(timeout)
+            now[0] += timeout
+            return False
+
+    def down():
+        raise Unreachable("down")
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with pytest.raises(Unreachable):
+        patiently(down, Clock())
+    assert pauses[:6] == [1, 2, 4, 8, 16, 30] and max(pauses) == 30 and 570 <= sum(pauses) <= 600
+
+
+def test_waiting_ends_when_the_run_does(server, port, tmp_path):
+    """One server is down and the other refuses: nobody waits for the former once the latter has ended the run."""
+    server.script = [401]
+
+    class Halved(EndpointBackend):
+        def generate(self, requests):
+            url = server.url if requests[0].prompt[0].content == "0 of 0" else f"http://127.0.0.1:{port}/v1"
+            return EndpointBackend((url,), "m").generate(requests)
+
+    began = time.monotonic()
+    with pytest.raises(EndpointError, match="status 401"):
+        regenerate(dialogues(3), Halved((server.url,), "m", concurrency=3), tmp_path / "out.jsonl", progress=False)
+    assert time.monotonic() - began < 20
+    stopped = threading.Event()
+    stopped.set()
+    with pytest.raises(CancelledError):
+        patiently(lambda: 1, stopped)
+
+
+def test_requests_are_spread_over_servers_and_answers_do_not_tell(server, tmp_path):
+    """A dialogue stays with its server, and a run goes on with others."""
+    backend = EndpointBackend((server.url,), "m", concurrency=4)
+    regenerate(dialogues(24), backend, tmp_path / "one.jsonl", progress=False)
+    answered = sorted(body["messages"][0]["content"] for _, _, body in server.asked)
+    with serving() as first, serving() as second:
+        several = replace(backend, urls=(first.url, second.url))
+        assert several.describe() == backend.describe()
+        regenerate(dialogues(24), several, tmp_path / "two.jsonl", progress=False)
+        asked = [[body["messages"][0]["content"] for _, _, body in each.asked] for each in (first, second)]
+    assert sorted([*asked[0], *asked[1]]) == answered and all(asked) and not set(asked[0]) & set(asked[1])
+    assert (tmp_path / "one.jsonl").read_bytes() == (tmp_path / "two.jsonl").read_bytes()
+
+
+def test_threads_take_the_servers_in_turn():
+    backend = EndpointBackend(("a", "b", "c"), "m")
+    first = []
+    for _ in range(6):
+        thread = threading.Thread(target=lambda: first.append([backend._in_turn()[0] for _ in range(2)]))
+        thread.start()
+        thread.join()
+    assert first == [[url, url] for url in "abcabc"]
+
+
+def test_a_server_that_is_down_leaves_its_requests_to_the_others(server, port, tmp_path, caplog):
+    down = f"http://127.0.0.1:{port}/v1"
+    backend = EndpointBackend((down, server.url), "m", concurrency=4)
+    assert regenerate(dialogues(9), backend, tmp_path / "out.jsonl", progress=False).rows == 9
+    assert [down in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_of_several_servers_the_one_that_refuses_is_named(server, tmp_path):
+    """Its requests are not taken for wrong ones because the other answers."""
+    with serving() as other:
+        other.refused = (422, '"model": "m"')
+        backend = EndpointBackend((server.url, other.url), "m", concurrency=2)
+        with pytest.raises(EndpointError, match=rf"endpoint {other.url} does not serve model m \(status 422"):
+            regenerate(dialogues(24), backend, tmp_path / "out.jsonl", progress=False)
+
+
+@pytest.mark.parametrize(
+    "given", [["--endpoint", "http://a/v1,http://b/v1"], ["--endpoint=[http://a/v1, http://b/v1]"], ["--config"]]
+)
+@pytest.mark.parametrize(
+    ("command", "kind"), [(regenerate_parser, RegenerationOptions), (extract_parser, ExtractOptions)]
+)
+def test_several_servers_are_given_with_commas_or_as_a_list(given, command, kind, tmp_path):
+    (tmp_path / "c.yaml").write_text("endpoint: [http://a/v1, http://b/v1]\n")
+    given = [*given, str(tmp_path / "c.yaml")] if given == ["--config"] else given
+    options = command().options(kind, [*given, "--model=m", "--target=t", "--data=d", "--output=o"])
+    assert Endpoint.asked_for(options.endpoint, options.model).urls == ("http://a/v1", "http://b/v1")

@@ -11,7 +11,7 @@ from training_runs import extraction_trainer
 
 from shape.data.conversations import Conversation
 from shape.data.encoding import Encoded, texts_of_turns
-from shape.data.endpoint import Endpoint, EndpointError
+from shape.data.endpoint import Endpoint, EndpointError, Reply
 from shape.errors import FeatureStoreError, UnsupportedTarget
 from shape.features.engine import EngineStates
 from shape.features.extraction import extract
@@ -45,10 +45,11 @@ def states(target, tmp_path, monkeypatch) -> EngineStates:
         written = tmp_path / f"{name}.safetensors"
         shutil.copyfile(RECORDED / written.name, written)
         Path(f"{written}.lock").touch()
-        return json.dumps({**REPLIES[name]["reply"], "kv_transfer_params": {"hidden_states_path": str(written)}})
+        paths = {"kv_transfer_params": {"hidden_states_path": str(written)}}
+        return Reply(f"http://{name}/v1", json.dumps({**REPLIES[name]["reply"], **paths}).encode())
 
     monkeypatch.setattr(Endpoint, "post", post)
-    return EngineStates(Endpoint("http://engine/v1", "target"), target)
+    return EngineStates(Endpoint(("http://engine/v1",), "target"), target)
 
 
 @pytest.mark.parametrize("layers", [[3, -1], [-1, 3]])
@@ -75,7 +76,7 @@ def test_an_engine_with_other_layers_or_without_states_says_how_to_serve(states,
     with pytest.raises(EndpointError, match=r"gives states \(21, 2, 384\), and \(21, 3, 384\).*ids\": \[1, 3, 6"):
         states(TEXTS[1:], [1, 3, -1])
     for reply in ('{"choices": []}', "<html>busy</html>", "[]", '{"kv_transfer_params": {"hidden_states_path": 1}}'):
-        monkeypatch.setattr(Endpoint, "post", lambda *_, reply=reply: reply)
+        monkeypatch.setattr(Endpoint, "post", lambda *_, reply=reply: Reply("U", reply.encode()))
         with pytest.raises(EndpointError, match=r"gives no hidden states; serve with --speculative-config .*\[6\]"):
             states(TEXTS, [-1])
 
@@ -85,11 +86,20 @@ def test_wrong_layers_of_the_right_number_are_found_out(states):
         states(TEXTS, [2, -1])
 
 
+def test_one_conversation_of_each_engine_is_compared(states, monkeypatch):
+    """As `post` here, each text is another's."""
+    checked = []
+    monkeypatch.setattr(states, "_check", lambda url, text, *_: checked.append((url, text.id)))
+    for _ in range(2):
+        states(TEXTS, [3, -1])
+    assert checked == [("http://longer/v1", "longer"), ("http://short/v1", "short")]
+
+
 def test_files_of_an_engine_elsewhere(target, monkeypatch):
     reply = {"kv_transfer_params": {"hidden_states_path": "/there/x.safetensors"}}
-    monkeypatch.setattr(Endpoint, "post", lambda *_: json.dumps(reply))
+    monkeypatch.setattr(Endpoint, "post", lambda *_: Reply("U", json.dumps(reply).encode()))
     with pytest.raises(EndpointError, match=r"/there/x.safetensors, which cannot be read here .* shared_storage_path"):
-        EngineStates(Endpoint("http://engine/v1", "target"), target)(TEXTS, [3, -1])
+        EngineStates(Endpoint(("http://engine/v1",), "target"), target)(TEXTS, [3, -1])
 
 
 def test_a_target_whose_final_norm_has_another_name(target, monkeypatch):
