@@ -121,9 +121,10 @@ def write(options: PlanOptions, rows: Sequence[dict[str, Any]]) -> str:
         f"{options.conversations:,} conversations of {options.tokens:,.0f} tokens, {options.answers:.0%} of them in "
         f"{options.turns:g} answers; GPUs of {machine.flops / 1e12:,.0f} TFLOP/s in bfloat16 at "
         f"{machine.utilisation:.0%}, of which eight are eight times as fast as one; a forward is two operations per "
-        f"parameter and token; answers are bound by reading the weights at {machine.bandwidth / 1e12:.3g} TB/s. Memory "
-        "is without what the target's own forward takes; validation, measurement, padding and the gathering of a "
-        "sharded target's blocks are not in the hours.",
+        f"parameter and token; answers are bound by reading, at {machine.bandwidth / 1e12:.3g} TB/s, the weights in "
+        f"batches of {machine.answered_together} answers, {machine.occupancy:.0%} of them unfinished in the mean, and, "
+        "for each token, the keys and values of half a conversation. Memory is without what the target's own forward "
+        "takes; validation, measurement, padding and the gathering of a sharded target's blocks are not in the hours.",
         markdown(header, table),
     ]
     record = {"assumed": asdict(options), "rows": rows}

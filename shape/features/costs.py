@@ -56,10 +56,12 @@ def costs(size: Size, text: DataStatistics, options: CostOptions, free: float) -
     # Causal attention: half of the text comes before a token, in the mean.
     operations = 2 * size.active + size.attention * text.tokens / 2
     forward = tokens * operations / (options.flops * options.utilisation) / 3600
-    # Writing is bound by reading the weights once per token of all answers; as many accelerators read as hold them.
-    by_memory = 2 * size.parameters / options.bandwidth / options.answered_together
+    # Writing is bound by reading, for each token, a share of the weights and the keys and values of all before it: half
+    # of a conversation, in the mean. As many accelerators read as hold the weights.
+    sharing = options.answered_together * options.occupancy
+    by_memory = (2 * size.parameters / sharing + size.cache * text.tokens / 2) / options.bandwidth
     by_operations = 2 * size.active / (options.flops * options.utilisation)
-    writing = tokens * text.answers * max(by_memory, by_operations) / 3600
+    answers = tokens * text.answers * max(by_memory, by_operations) / 3600
     layers, dtype, window = len(options.stored), options.feature_dtype or "bfloat16", options.before or _WINDOW
     stored = {
         f"{kind}, {'all positions' if before is None else f'answers and {before} positions before each'}":
@@ -67,7 +69,7 @@ def costs(size: Size, text: DataStatistics, options: CostOptions, free: float) -
         for kind, before in ((dtype, options.before), (dtype, window), ("int8", window))
     }  # fmt: skip
     fitting = [way for way, needed in stored.items() if needed <= free]
-    return Costs(writing, forward, stored, free, fitting[0] if fitting and options.passes > 1 else None)
+    return Costs(answers, forward, stored, free, fitting[0] if fitting and options.passes > 1 else None)
 
 
 def report(size: Size, text: DataStatistics, options: CostOptions, found: Costs) -> str:
@@ -101,11 +103,20 @@ def report(size: Size, text: DataStatistics, options: CostOptions, found: Costs)
         )
     lines.append(
         f"assumed: {options.flops / 1e12:,.0f} TFLOP/s at {options.utilisation:.0%} in forwards; "
-        f"{options.bandwidth / 1e12:.3g} TB/s to read the weights, and nothing else, when "
-        f"{options.answered_together} answers are written together; {passes} over the data; the predictor's own "
-        "training is not counted"
+        f"{writing(size, options)} (--occupancy 1 for a server, which replaces finished ones); {passes} over "
+        "the data; the predictor's own training is not counted"
     )
     return "\n".join(lines)
+
+
+def writing(size: Size, options: CostOptions) -> str:
+    """What is assumed of answers, for people."""
+    kept = f"{human_bytes(size.cache)} of keys and values of each token before"
+    return (
+        f"answers read, at {options.bandwidth / 1e12:.3g} TB/s, the weights in batches of {options.answered_together} "
+        f"answers, {options.occupancy:.0%} of them unfinished in the mean, and "
+        + (kept if size.cache else "no keys and values, whose size is not known")
+    )
 
 
 def measured(options: CostOptions, positions: int | None = None) -> DataStatistics:

@@ -154,6 +154,8 @@ class CostOptions(_RunOptions):
         bandwidth: bytes per second of its memory.
         memory: bytes of it.
         answered_together: conversations, when the target writes its answers.
+        occupancy: share of these whose answers are still being written, in the mean: here all wait for the longest,
+            while a server fills their places.
     """
 
     target: str | None = None
@@ -172,6 +174,7 @@ class CostOptions(_RunOptions):
     bandwidth: float = 3.35e12
     memory: float = 80e9
     answered_together: int = 64
+    occupancy: float = 0.4
 
     def validate(self) -> None:
         """Raises ConfigError for values out of range."""
@@ -181,7 +184,7 @@ class CostOptions(_RunOptions):
         numbers = {name: value for name, value in asdict(self).items() if isinstance(value, int | float)}
         if wrong := [name for name, value in numbers.items() if value <= 0 and not isinstance(value, bool)]:
             raise ConfigError(f"{wrong[0]} is {numbers[wrong[0]]}; give a positive number")
-        for name in ("answers", "utilisation"):
+        for name in ("answers", "utilisation", "occupancy"):
             if getattr(self, name) > 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, and it is a share; give at most 1")
 

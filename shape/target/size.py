@@ -18,6 +18,7 @@ class Size:
         active: parameters that one token's forward multiplies with, without the output embedding.
         hidden_size: width of a state.
         attention: operations per token and token before it.
+        cache: bytes of a token's keys and values in bfloat16, as if no layer had a sliding window; 0 is unknown.
         vocab_size: tokens of the vocabulary.
         positions: longest text; None has no limit.
         config: of the text model, where the size was counted from one.
@@ -30,6 +31,7 @@ class Size:
     vocab_size: int = 0
     positions: int | None = None
     config: PretrainedConfig | None = None
+    cache: float = 0.0
 
     @property
     def read(self) -> float:
@@ -65,16 +67,18 @@ def size_of(target: PretrainedConfig | PreTrainedModel, trust_remote_code: bool 
     count = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1
     used = experts * (getattr(text, "num_experts_per_tok", None) or count) / count
     heads = getattr(text, "num_attention_heads", None) or 0  # none where all layers are recurrent
-    width = heads * (getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1))
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1)
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    attending = sum("attention" in kind and kind != "linear_attention" for kind in kinds)
     return Size(
         parameters=parameters,
         active=parameters - sum(outside.values()) - experts + used,
         hidden_size=text.hidden_size,
-        attention=4.0 * width * sum("attention" in kind and kind != "linear_attention" for kind in kinds),
+        attention=4.0 * heads * head_size * attending,
         vocab_size=text.vocab_size,
         positions=longest_text(text),
         config=text,
+        cache=4.0 * (getattr(text, "num_key_value_heads", None) or heads) * head_size * attending,
     )
 
 

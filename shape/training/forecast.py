@@ -11,7 +11,7 @@ from typing import NamedTuple, cast
 import torch
 
 from shape.data.statistics import DataStatistics
-from shape.features.costs import costs
+from shape.features.costs import costs, writing
 from shape.features.manifest import state_bytes
 from shape.features.options import CostOptions
 from shape.files import human_bytes
@@ -203,7 +203,8 @@ def assumed(options: TrainOptions, size: Size, text: DataStatistics, learned: in
     return Hours(
         {name: hours / processes for name, hours in parts.items() if hours},
         f"not measured: {'an accelerator' if processes == 1 else f'{processes} accelerators'} of "
-        f"{machine.flops / 1e12:,.0f} TFLOP/s at {machine.utilisation:.0%} {'is' if processes == 1 else 'are'} assumed",
+        f"{machine.flops / 1e12:,.0f} TFLOP/s at {machine.utilisation:.0%} {'is' if processes == 1 else 'are'} assumed"
+        + (f", and that {writing(size, machine)}" if options.writes_answers else ""),
     )
 
 

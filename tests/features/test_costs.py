@@ -1,5 +1,7 @@
 """The calculator: its sizes are those of real models and stores, its rule is what it says."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers import tiny_config, write_rows
@@ -7,7 +9,9 @@ from training_runs import extraction_trainer
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3Config
 
 from shape.cli.extract import main
+from shape.data.options import AnswerOptions
 from shape.data.reading import load_conversations
+from shape.data.statistics import DataStatistics
 from shape.features import costs
 from shape.features.extraction import extract
 from shape.features.options import CostOptions, FeatureOptions, StorageOptions
@@ -27,6 +31,9 @@ def test_sizes_are_those_of_the_model(arch):
     model = AutoModelForCausalLM.from_config(tiny_config(arch))
     size = size_of(model.config)
     assert size.parameters == model.num_parameters() and size.hidden_size == 32
+    keys = model.eval()(torch.arange(7)[None], use_cache=True).past_key_values
+    kept = sum(part.numel() for layer in keys.layers for part in (layer.keys, layer.values))
+    assert size.cache == 2 * kept / 7  # in bfloat16
     body = sum(weight.numel() for weight in model.base_model.parameters())
     assert size.active == body - model.get_input_embeddings().weight.numel()
 
@@ -80,6 +87,11 @@ def test_the_command_says_what_a_70b_target_takes_without_weights(tmp_path, caps
     assert "1.64 TB  bfloat16, all positions" in said and "use: offline, bfloat16, all positions" in said
     # 2 x 68.5e9 x 1e8 operations, and attention's 1.3e6 x 500, at 40 % of 989 TFLOP/s.
     assert "one forward over all: 9.71 GPU-hours" in said and "online: 38.8 GPU-hours in 4 passes" in said
+    # 6e7 tokens, each of which reads 2 x 70.6e9 bytes / (64 x 0.4), and 328 kB of half of 1,000 tokens, at 3.35 TB/s.
+    assert "if the target writes them: 28.2 GPU-hours" in said
+    assert "batches of 64 answers, 40% of them unfinished in the mean, and 328 kB of keys and values of each" in said
+    main([*command, "--occupancy", "1", "--disk_gigabytes", "600"])
+    assert "if the target writes them: 11.8 GPU-hours" in capsys.readouterr().out
     main([*command, "--disk_gigabytes", "600"])
     assert "use: offline, int8, answers and 8 positions before each" in capsys.readouterr().out
     main([*command, "--disk_gigabytes", "100"])
@@ -87,8 +99,21 @@ def test_the_command_says_what_a_70b_target_takes_without_weights(tmp_path, caps
     main([*command, "--disk_gigabytes", "2000", "--passes", "1"])
     assert "use: online" in capsys.readouterr().out
     main(["--dry-run", "--parameters", "70.6e9", "--hidden_size", "8192", "--output", "memory://x"])
-    assert "use: offline, bfloat16" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "use: offline, bfloat16" in said and "no keys and values, whose size is not known" in said
     assert not torch.cuda.is_initialized()
+
+
+def test_hours_of_answers_in_training_are_those_of_the_calculator():
+    """With the batch size of the run, and what is assumed beside them; where none are written nothing is said."""
+    size, text = size_of(LlamaConfig(**LLAMA_70B)), DataStatistics(1000, 1000.0, 0.5, 2.0)
+    options = TrainOptions(data="d", target="t", regeneration=AnswerOptions(batch_size=32))
+    found = Forecast(resolve(options, size, text), size, text, torch.bfloat16).hours
+    expected = 5e5 * (2 * size.parameters / (32 * 0.4) + 327_680 * 500) / 3.35e12 / 3600
+    assert found.parts["answers"] == pytest.approx(expected)
+    assert "32 answers, 40% of them unfinished in the mean, and 328 kB of keys and values of each token" in found.how
+    without = Forecast(resolve(replace(options, regenerate=False), size, text), size, text, torch.bfloat16).hours
+    assert "answers" not in without.parts and "unfinished" not in without.how
 
 
 @pytest.mark.parametrize(
@@ -98,6 +123,7 @@ def test_the_command_says_what_a_70b_target_takes_without_weights(tmp_path, caps
         (["--target=T", "--parameters=1"], "give either a target"),
         (["--target=no/such"], "no/such cannot be loaded"),
         (["--parameters=1", "--hidden_size=1", "--utilisation=2"], "it is a share"),
+        (["--parameters=1", "--hidden_size=1", "--occupancy=2"], "occupancy is 2.0, and it is a share"),
         (["--parameters=1", "--hidden_size=1", "--passes=0"], "passes is 0"),
         (
             ["--parameters=1", "--hidden_size=1", "--feature_dtype=bf16"],
