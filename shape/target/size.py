@@ -1,12 +1,16 @@
 """How large a target is: counted from its configuration alone, or from the loaded model."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from shape.errors import UnsupportedTarget
 from shape.target.loading import auto_class, first_line
+
+_BITS = {"mxfp4": 4.25, "fp8": 8.0, "fbgemm_fp8": 8.0}  # of a weight with its scale, where the method says it all
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,7 @@ class Size:
         vocab_size: tokens of the vocabulary.
         positions: longest text; None has no limit.
         config: of the text model, where the size was counted from one.
+        bits: of a weight outside of embeddings, where the checkpoint is quantised and says so.
     """
 
     parameters: float
@@ -32,6 +37,7 @@ class Size:
     positions: int | None = None
     config: PretrainedConfig | None = None
     cache: float = 0.0
+    bits: float | None = None
 
     @property
     def read(self) -> float:
@@ -79,6 +85,18 @@ def size_of(target: PretrainedConfig | PreTrainedModel, trust_remote_code: bool 
         positions=longest_text(text),
         config=text,
         cache=4.0 * (getattr(text, "num_key_value_heads", None) or heads) * head_size * attending,
+        bits=bits_of(getattr(model.config, "quantization_config", None)),
+    )
+
+
+def bits_of(method: Any) -> float | None:
+    """Of a weight, by a configuration's `quantization_config`; None where there is none, or it does not say."""
+    said: Mapping[str, Any] = method if isinstance(method, Mapping) else method.to_dict() if method else {}
+    for bits in (4, 8):
+        if said.get(f"load_in_{bits}bit"):
+            return float(bits)
+    return next(
+        (float(said[name]) for name in ("bits", "nbits") if said.get(name)), _BITS.get(said.get("quant_method", ""))
     )
 
 

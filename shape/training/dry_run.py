@@ -39,7 +39,7 @@ from shape.target.model import Target
 from shape.target.size import Size
 from shape.training import preparation
 from shape.training.defaults import resolve
-from shape.training.forecast import Draft, Forecast, Hours
+from shape.training.forecast import Draft, Forecast, Hours, target_bytes
 from shape.training.options import TrainOptions
 from shape.training.run import make_module
 
@@ -113,7 +113,7 @@ def _obstacle(options: TrainOptions, size: Size, dtype: torch.dtype) -> str | No
     free = psutil.virtual_memory().available
     if torch.cuda.is_available():
         free = torch.cuda.mem_get_info()[0]
-    needed = 2 * size.parameters * dtype.itemsize  # and what is computed with them
+    needed = 1.2 * target_bytes(options, size, dtype)  # and what is computed with them
     return f"{human_bytes(needed)} for the target are more than is free" if needed > free else None
 
 

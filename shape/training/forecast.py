@@ -18,14 +18,15 @@ from shape.files import human_bytes
 from shape.networks.config import ShapeConfig
 from shape.networks.layers import SCORES_BYTES
 from shape.networks.sizing import parameters
-from shape.target.size import Size
+from shape.target.size import Size, bits_of
 from shape.training.chunks import CHUNK_BYTES
 from shape.training.defaults import network_config
 from shape.training.options import TrainOptions
 
 _BYTES_LEARNED = 16  # of a parameter in training: float32 weight, gradient, and AdamW's two means
 _BYTES_GATHERED = 8  # of a parameter that processes share, for a step: weight and gradient
-_BYTES_KEPT = 12  # of a parameter in a checkpoint, of which there are two: weight and means
+_BYTES_KEPT = 12  # of a parameter in a checkpoint: weight and means
+_CHECKPOINTS = 3  # the last, the one before, and one that is being written
 _LOGITS = 6  # tensors of as many numbers as a chunk's logits: measured so on a CPU, a seventh less in mixed precision
 
 
@@ -68,10 +69,10 @@ class Forecast:
         self.learned = network_size(options, size)
         self.memory = {
             "weights, gradients, optimiser": _bytes_of_learned(options) * self.learned,
-            "target": dtype.itemsize * _weights_held(options, size),
+            "target": target_bytes(options, size, dtype),
             "a portion of a step": _portion(options, size, text),
         }
-        self.disk: dict[str, float] = {"checkpoints": 2 * _BYTES_KEPT * self.learned + 8 * self.learned}
+        self.disk: dict[str, float] = {"checkpoints": (_CHECKPOINTS * _BYTES_KEPT + 8) * self.learned}
         if not options.online:
             stored = options.extraction.feature_dtype or str(dtype).removeprefix("torch.")
             each = state_bytes(stored, size.hidden_size, len(options.feature_options().stored))
@@ -110,12 +111,12 @@ def _bytes_of_learned(options: TrainOptions) -> float:
     return _BYTES_LEARNED + 4 * (options.training.ema is not None)
 
 
-def _weights_held(options: TrainOptions, size: Size) -> float:
-    """Of the target, by one process: all, or embedding, output layer and its part of the blocks."""
-    if not options.shard_target:
-        return size.parameters
+def target_bytes(options: TrainOptions, size: Size, dtype: torch.dtype) -> float:
+    """Of the target's weights in one process: all, or embedding, output layer and its part of the blocks."""
     whole = min(2.0 * size.vocab_size * size.hidden_size, size.parameters)
-    return whole + (size.parameters - whole) / options.trainer.processes
+    bits = {"int8": 8.0, "int4": 4.0}.get(options.quantize or "") or bits_of(options.quantization_config) or size.bits
+    blocks = (size.parameters - whole) * (bits / 8 if bits else dtype.itemsize)
+    return whole * dtype.itemsize + blocks / (options.trainer.processes if options.shard_target else 1)
 
 
 def network_size(options: TrainOptions, size: Size) -> int:
@@ -204,7 +205,8 @@ def assumed(options: TrainOptions, size: Size, text: DataStatistics, learned: in
         {name: hours / processes for name, hours in parts.items() if hours},
         f"not measured: {'an accelerator' if processes == 1 else f'{processes} accelerators'} of "
         f"{machine.flops / 1e12:,.0f} TFLOP/s at {machine.utilisation:.0%} {'is' if processes == 1 else 'are'} assumed"
-        + (f", and that {writing(size, machine)}" if options.writes_answers else ""),
+        + (f", and that {writing(size, machine)}" if options.writes_answers else "")
+        + ("" if options.online else "; reading features is not counted"),
     )
 
 

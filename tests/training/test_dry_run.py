@@ -33,6 +33,26 @@ def test_a_target_of_8b_is_planned_for_by_its_configuration(flag, tmp_path, caps
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("method", "more", "weights"),
+    [
+        (None, [], 16.1),
+        ({"quant_method": "awq", "bits": 4}, [], 5.6),
+        ({"quant_method": "mxfp4"}, [], 5.8),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, [], 9.1),
+        (None, ["--quantize=int4"], 5.6),
+        (None, ["--quantization_config={load_in_4bit: true}"], 5.6),
+    ],
+)
+def test_weights_in_fewer_bits_take_less_memory(method, more, weights, tmp_path, capsys):
+    """7.0 of 8.0 billion are in blocks; embedding and output layer keep their dtype."""
+    config = LlamaConfig(**LLAMA_8B, dtype="bfloat16", **({"quantization_config": method} if method else {}))
+    config.save_pretrained(tmp_path / "T")
+    main([f"--target={tmp_path / 'T'}", *more, "--dry-run"])
+    (found,) = re.findall(r"target ([\d.]+) GB", capsys.readouterr().out)
+    assert float(found) == pytest.approx(weights, abs=0.06)
+
+
 def test_what_the_user_gives_is_planned_with(tmp_path, capsys):
     Qwen3Config(**QWEN_06B, dtype="bfloat16").save_pretrained(tmp_path)
     write_conversations(tmp_path / "talks.jsonl")
