@@ -217,7 +217,7 @@ def measure(
             nodes=first.nodes,
             acceptance_length=stats.acceptance_length,
             tokens_per_second=rate,
-            step_ms=1e3 * stats.decode_seconds / len(stats.steps),
+            step_ms=1e3 * (stats.decode_seconds - stats.start_seconds) / len(stats.steps),
             device_ms=1e3 * median(step.seconds for step in stats.steps),
             forward_ms=1e3 * bare(target, decoder.support, rows, first.nodes, context, slots, compiled),
             draft_ms=1e3 * bare_draft(drafter, target, rows, first.passes),

@@ -43,7 +43,7 @@ class Case:
     Attributes:
         steps, forwards: steps, and sequences that took part in them, summed.
         tokens: emitted after the prefill.
-        seconds: of decoding, prefill excluded.
+        seconds: of decoding, the drafter's reading of the prompt included, prefill excluded.
         forward_seconds, draft_seconds: of the bare forwards of target and drafter.
         shares: (bare forwards / measured time) of each answer, or group of answers decoded together.
         answers: tokens and seconds of each of these, in the same order for all methods of a setting: every prompt's
@@ -371,7 +371,8 @@ def page(title: str, measured: str, max_new_tokens: int, cases: Sequence[Case], 
         groups += f"; {few_units_note('prompts or groups')}"
     note = (
         f"{measured}, {times}at most {max_new_tokens} new tokens. Efficiency: "
-        "bare forwards of target and drafter over measured time, median over answers; the parts of a step are means; "
+        "bare forwards of target and drafter over measured time, median over answers; the parts of a step are means, "
+        "and a drafter's reading of the prompt is in the rest; "
         f"ranges are 95 % bootstrap intervals over {groups} (`shape/evaluation/efficiency.py`). `oracle` drafts the "
         "truth with a fifth of its tokens corrupted at random, at no cost: its speed-up is simulated. Gaps are between "
         "arrivals of tokens, several at a time where a draft was accepted."

@@ -1,7 +1,7 @@
 """What all measurements share: padded batches, turns in rotation, and one stopwatch for every method.
 
 A call of transformers' `generate` and one of `ShapeDecoder.generate` give the same `Run`, timed alike: the first token
-ends the prefill, and the last one, read to the host, ends decoding.
+ends the prefill, and the last one, read to the host, ends decoding. So a drafter's reading of the prompt is decoding.
 """
 
 from collections.abc import Callable, Sequence

@@ -120,14 +120,16 @@ def decode(steps: Steps, trace: Trace | None = None) -> Generator[tuple[int, lis
     with steps:
         first = steps.prefill()
         prefill = perf_counter() - started
+        stats.prefill_seconds += prefill
         for sequence, token in zip(sequences, first, strict=True):
             sequence.extend([token])
             yield sequence.index, [token]
         began = perf_counter()  # the caller's time is not among ours, who may be slow
         if live := unfinished(sequences):
             steps.start()
-        prefill += perf_counter() - began
-        stats.prefill_seconds += prefill
+        start = perf_counter() - began
+        stats.start_seconds += start
+        stats.decode_seconds += start  # the first tokens are out, and it is the next ones that wait for it
         if trace is not None:
             numbers, lengths = [one.index for one in sequences], [len(one.prompt) for one in sequences]
             trace.prefill(numbers, lengths, first, prefill)

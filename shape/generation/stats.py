@@ -71,9 +71,10 @@ class DecodeStats:
         steps: what each step did, in order.
         prompt_tokens: of prompts; samples that are decoded in one batch have theirs once.
         reused_tokens: of these, the ones that a session had in its cache.
-        prefill_seconds: of the prompts, the drafter's part in it included.
-        decode_seconds: of all steps behind it; the time of who takes the tokens is in neither. A step takes no less
-            than the device needed for it.
+        prefill_seconds: of the target's forward over the prompts, to the first tokens.
+        decode_seconds: of all behind it, the drafter's reading of the prompts and the steps; the time of who takes the
+            tokens is in neither. A step takes no less than the device needed for it.
+        start_seconds: of decode_seconds, the drafter's reading of the prompts, for which only later tokens wait.
     """
 
     drafter: str = "none"
@@ -97,6 +98,7 @@ class DecodeStats:
     steps: list[Step] = field(default_factory=list)
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    start_seconds: float = 0.0
 
     @classmethod
     def of(cls, sequences: int, drafter: str, rule: Rule) -> "DecodeStats":

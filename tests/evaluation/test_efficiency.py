@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import astuple, replace
+from time import sleep
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from shape.evaluation.efficiency import Case, bare_seconds, figures, measure, ru
 from shape.evaluation.markdown import markdown
 from shape.evaluation.options import EfficiencyOptions
 from shape.evaluation.report.sources import find
+from shape.evaluation.runner import by_decoder
 from shape.generation.decoder import ShapeDecoder
 
 CONTEXTS = [[5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16], [17, 18, 19]]
@@ -50,6 +52,27 @@ def test_every_method_answers_the_same_prompts(tiny_target, batch, temperature):
     assert len(screen.columns) == 1 + len(cases)
     text = markdown(*figures(cases))
     assert text.count("\n") == 1 + len(cases) and "| 1.00x |" in text
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_reading_the_prompt_is_decoding_for_a_drafter(tiny_target, batch):
+    """The first tokens are out, and the next ones wait: on the same side of a speed-up at every batch size."""
+
+    class SlowStart(NgramDrafter):
+        def start(self, committed, hidden):
+            sleep(0.3)
+            super().start(committed, hidden)
+
+    options = {"max_new_tokens": 4, "eos_token_id": []}
+    run = by_decoder(ShapeDecoder(tiny_target, SlowStart(), fall_back=False), **options)(CONTEXTS[:batch], [0, 1])
+    stats = run.stats
+    assert min(run.decode_seconds, stats.decode_seconds, stats.start_seconds) >= 0.3
+    assert stats.start_seconds <= stats.decode_seconds <= run.decode_seconds + 0.01
+    assert run.prefill_seconds < 0.3 and stats.prefill_seconds < 0.2
+    cases = measure(
+        tiny_target, {"ngram": SlowStart()}, CONTEXTS[:batch], batch=batch, temperature=0.0, max_new_tokens=4
+    )
+    assert cases[-1].seconds >= 0.3
 
 
 def test_bare_forwards_are_those_of_the_steps(tiny_model):
