@@ -206,7 +206,7 @@ def _label(variant: str, tree: str | None, variants: Mapping[str, Any]) -> str:
 
 def _step_ms(total: Tally) -> dict[str, float | None]:
     parts = {"draft": total.draft_seconds, "verify": total.verify_seconds, "commit": total.commit_seconds}
-    return {name: 1e3 * seconds / total.forwards if total.forwards else None for name, seconds in parts.items()}
+    return {name: 1e3 * seconds / total.forwards if total.split else None for name, seconds in parts.items()}
 
 
 def pooled(results: SpeedResults, groups: Mapping[str, Sequence[str]]) -> SpeedResults:

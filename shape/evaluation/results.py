@@ -50,6 +50,13 @@ class Tally(Sums):
     wait_seconds: Any = 0.0  # of each answer until its first token: those of a batch wait for all of its prefill
 
     @property
+    def split(self) -> bool:
+        """Whether steps were timed by parts: those of fixed shapes have one time, which counts as verification, where
+        others take some time to commit at least.
+        """
+        return bool(self.commit_seconds)
+
+    @property
     def seconds_per_token(self) -> Any:
         return ratio(self.decode_seconds, self.timed_tokens)
 
@@ -129,7 +136,7 @@ class Summary:
     speed_up: Estimate
     acceptance_length: Estimate
     tokens_per_draft_step: float | None
-    draft_share: float | None  # drafting's part of the decode time
+    draft_share: float | None  # drafting's part of the decode time, where steps were timed by parts
     distinct_2: float | None
     eos_share: float | None
     equal_autoregressive: int | None
@@ -243,7 +250,9 @@ class SpeedResults(Results):
             ),
             acceptance_length=over_prompts(lambda mine: mine.acceptance_length, tallies) if ours else Estimate(None),
             tokens_per_draft_step=number(total.tokens_per_draft_step) if is_drafted else None,
-            draft_share=number(ratio(total.draft_seconds, total.decode_seconds)) if is_drafted else None,
+            draft_share=number(ratio(total.draft_seconds, total.decode_seconds))
+            if is_drafted and total.split
+            else None,
             distinct_2=number(ratio(total.distinct_bigrams, total.bigrams)),
             eos_share=number(ratio(total.ended, total.answers)),
             equal_autoregressive=int(total.equal_autoregressive) if ours and AUTOREGRESSIVE in kinds else None,

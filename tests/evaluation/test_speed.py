@@ -16,6 +16,8 @@ from shape.drafters import AdversaryDrafter, HybridDrafter, NgramDrafter, Traine
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
 from shape.evaluation.methods import Configured, describe
+from shape.evaluation.report.figures import speed
+from shape.evaluation.report.sources import Source
 from shape.evaluation.results import PromptRecord, SpeedResults, Tally
 from shape.evaluation.runner import Run
 from shape.evaluation.speed import Bench, Contexts, SpeedSetting, measure
@@ -289,6 +291,22 @@ def test_figures_are_ratios_of_sums():
     assert line.tokens_per_second_median == pytest.approx(30)
     assert line.speed_up.low == pytest.approx(2.0) and line.speed_up.high == pytest.approx(4.0)
     assert results.summarise("shape", "all") == line
+
+
+def test_steps_that_were_not_timed_by_parts_have_no_draft_share():
+    """Those of fixed shapes have one time, which counts as verification."""
+    eager = {"draft_seconds": 0.2, "verify_seconds": 0.5, "commit_seconds": 0.1}
+    plain, drafted = tally(2.0, 20, 20), replace(tally(1.0, 20, 10), draft_steps=9)
+    fixed = {"verify_seconds": 0.9}
+    for parts, share, told in (
+        (eager, 0.2, ["10.00", "25.00", "5.00", "10.00", "–"]),
+        (fixed, None, [*["–"] * 4, "50.00"]),
+    ):
+        results = made_up((plain, replace(drafted, **parts)))
+        assert results.summary["shape"].draft_share == share
+        source = Source("speed", "", "", "", None, results)
+        (times,) = [plot for plot in speed(source) if plot.title == "Where the time goes"]
+        assert times.table[1][1] == ["shape", "50.00", *told]
 
 
 def test_pooled_methods_are_summed_prompt_by_prompt():

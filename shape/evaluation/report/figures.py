@@ -92,12 +92,14 @@ def _committed(results: SpeedResults) -> Iterator[Plot]:
 
 
 def _times(results: SpeedResults) -> Plot:
-    """Drafting, verifying by the target, and committing what was accepted; the rest is streaming and bookkeeping."""
+    """Drafting, verifying by the target, and committing what was accepted; the rest is the drafter's reading of the
+    prompt, streaming and bookkeeping.
+    """
     found = {}
     for name, total in results.total.items():
         parts = {part: getattr(total, f"{part}_seconds") for part in _PARTS}
         rest = max(total.decode_seconds - sum(parts.values()), 0.0)
-        parts = {**parts, "the rest": rest} if sum(parts.values()) else {"not split": rest}
+        parts = {**parts, "the rest": rest} if total.split else {"not split": total.decode_seconds}
         if total.timed_tokens:
             found[name] = {part: 1e3 * seconds / total.timed_tokens for part, seconds in parts.items()}
     order = [*_PARTS, "the rest", "not split"]
