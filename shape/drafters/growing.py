@@ -416,8 +416,10 @@ def _scattered(expanded: Tensor, drawn: Sequence[Tensor], nodes: int) -> Tensor 
 
 
 def likeliest(drafted: Drafted, nodes: int) -> list[int]:
-    """Which nodes of a tree are the likeliest, counted from 0; with all parents, as these are no less likely."""
-    return sorted(sorted(range(len(drafted)), key=lambda at: -drafted[at][2])[:nodes])
+    """Which nodes of a tree are the likeliest, counted from 0, by falling probability, so that a node's first child is
+    its likeliest; with all parents, and before their children, as these are no less likely.
+    """
+    return sorted(range(len(drafted)), key=lambda at: -drafted[at][2])[:nodes]
 
 
 def renumbered(drafted: Drafted, kept: list[int]) -> Drafted:

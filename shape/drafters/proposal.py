@@ -83,7 +83,7 @@ class Proposal:
         return number
 
     def best(self, count: int) -> tuple[Drafted, list[list[int]]]:
-        """The likeliest nodes, parents first, and each one's drafters."""
+        """The likeliest nodes by falling probability, parents first, and each one's drafters."""
         drafted = [(node.token, node.parent, node.joint) for node in self.nodes]
         kept = likeliest(drafted, count)
         return renumbered(drafted, kept), [sorted(self.nodes[at].claims) for at in kept]

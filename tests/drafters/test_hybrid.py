@@ -18,6 +18,7 @@ from shape.drafters import (
     make_drafter,
 )
 from shape.drafters.base import Drafter, Wrapped
+from shape.drafters.calibration import PathChances
 from shape.errors import ConfigError
 from shape.generation.decoder import ShapeDecoder
 from shape.verification.sampling import Sampler
@@ -59,10 +60,18 @@ def test_shared_paths_are_one_and_the_best_of_all_are_kept():
     first = Fixed("a", (5, 0, 0.9), (6, 1, 0.8), (7, 2, 0.1))
     second = Fixed("b", (4, 0, 0.2), (5, 0, 0.6), (6, 2, 0.9), (9, 2, 0.4))
     tree = draft(started(HybridDrafter([first, second], nodes=4)), [1, 2])
-    assert tree.tokens[0].tolist() == [2, 5, 6, 4, 9] and tree.parent[0].tolist() == [-1, 0, 1, 0, 1]
+    assert tree.tokens[0].tolist() == [2, 5, 6, 9, 4] and tree.parent[0].tolist() == [-1, 0, 1, 1, 0]
     assert tree.source == [[None, "a+b", "a+b", "b", "b"]]
-    odds = [0.9, 0.9 * 0.9, 0.2, 0.9 * 0.4]  # of two opinions the better
+    odds = [0.9, 0.9 * 0.9, 0.9 * 0.4, 0.2]  # of two opinions the better
     torch.testing.assert_close(tree.joint[0, 1:].exp(), torch.tensor(odds))
+
+
+def test_a_node_s_first_child_is_its_likeliest_whoever_proposed_it():
+    """It counts as the likeliest for the chances of paths, and in recorded drafts."""
+    tree = draft(started(HybridDrafter([Fixed("a", (11, 0, 0.2)), Fixed("b", (22, 0, 0.75))])), [1, 2])
+    assert tree.tokens[0].tolist() == [2, 22, 11]
+    first = 0.75 + (1 - 0.75) / 3
+    torch.testing.assert_close(torch.from_numpy(PathChances()(tree)[0, 1:]).exp(), torch.tensor([first, 0.2]))
 
 
 def test_rows_of_unequal_size():
