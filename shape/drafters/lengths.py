@@ -21,11 +21,12 @@ class DraftLength(Protocol):
     @property
     def length(self) -> int: ...
 
-    def observe(self, accepted: float, drafted: int, entropy: float, cost: float | None) -> None:
+    def observe(self, accepted: float, tested: float, drafted: int, entropy: float, cost: float | None) -> None:
         """What became of a draft, as means over the rows.
 
         Args:
             accepted: drafted tokens that were accepted.
+            tested: these, and of every row the first that was refused, where there is one.
             drafted: how many there were.
             entropy: of the drafter's distributions, nats; 0 where it is not read.
             cost: seconds of one draft token over seconds of a verification; None where that is not known yet.
@@ -39,7 +40,7 @@ class Fixed:
     reads_entropy: ClassVar[bool] = False
     length: int = 4
 
-    def observe(self, accepted: float, drafted: int, entropy: float, cost: float | None) -> None:
+    def observe(self, accepted: float, tested: float, drafted: int, entropy: float, cost: float | None) -> None:
         pass
 
 
@@ -72,7 +73,7 @@ class Adaptive:
         if not 1 <= self.least <= self.length <= self.most:
             raise ConfigError(f"draft length {self.length} is not within {self.least} to {self.most}; correct them")
 
-    def observe(self, accepted: float, drafted: int, entropy: float, cost: float | None) -> None:
+    def observe(self, accepted: float, tested: float, drafted: int, entropy: float, cost: float | None) -> None:
         rate = accepted / drafted
         self._rate = rate if self._rate is None else 0.5 * (self._rate + rate)
         certain = self._rate >= self.fair and entropy < self.sure
@@ -97,8 +98,8 @@ class ByCost:
     _accepted: float = field(default=1.0, repr=False)
     _cost: float | None = field(default=None, repr=False)
 
-    def observe(self, accepted: float, drafted: int, entropy: float, cost: float | None) -> None:
-        self._reached = _MEMORY * self._reached + min(accepted + 1, drafted)
+    def observe(self, accepted: float, tested: float, drafted: int, entropy: float, cost: float | None) -> None:
+        self._reached = _MEMORY * self._reached + tested
         self._accepted = _MEMORY * self._accepted + accepted
         if cost is not None:
             self._cost = cost if self._cost is None else 0.8 * self._cost + 0.2 * cost

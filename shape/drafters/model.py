@@ -172,7 +172,9 @@ class ModelDrafter(Drafter):
             cost = None if self._verified is None else self._seconds / max(self._verified, 1e-9)
             if not self._by_clock:
                 cost = self._share  # a forward takes as long as its weights take to be read
-            self.length.observe(sum(accepted) / len(accepted), count, self._entropy, cost)
+            tested = [min(same + 1, count) for same in accepted]
+            means = sum(accepted) / len(accepted), sum(tested) / len(tested)
+            self.length.observe(*means, count, self._entropy, cost)
         # The last drafted token has not been fed, nor has the text's last one.
         fed = 0 if self._recurrent else max(count - 1, 0)
         kept = [at + min(same, fed) for at, same in zip(lengths, accepted, strict=True)]

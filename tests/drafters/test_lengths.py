@@ -13,21 +13,21 @@ from shape.target.model import Target
 def test_adaptive_length_follows_acceptance_and_entropy():
     lengths = Adaptive()
     for _ in range(10):
-        lengths.observe(lengths.length, lengths.length, entropy=3.0, cost=None)
+        lengths.observe(lengths.length, lengths.length, lengths.length, entropy=3.0, cost=None)
     assert lengths.length == 8
     for _ in range(20):
-        lengths.observe(0, lengths.length, entropy=3.0, cost=None)
+        lengths.observe(0, 1, lengths.length, entropy=3.0, cost=None)
     assert lengths.length == 1
     lengths = Adaptive()
     for _ in range(10):
-        lengths.observe(0.6 * lengths.length, lengths.length, entropy=3.0, cost=None)
+        lengths.observe(0.6 * lengths.length, lengths.length, lengths.length, entropy=3.0, cost=None)
     assert lengths.length == 4
     for _ in range(10):
-        lengths.observe(0.6 * lengths.length, lengths.length, entropy=1.0, cost=None)
+        lengths.observe(0.6 * lengths.length, lengths.length, lengths.length, entropy=1.0, cost=None)
     assert lengths.length == 8
     for share, entropy, expected in ((1.0, 1.0, 6), (1.0, 3.0, 5), (0.6, 1.0, 5), (0.6, 3.0, 4), (0.2, 1.0, 3)):
         lengths = Adaptive()
-        lengths.observe(share * 4, 4, entropy, cost=None)
+        lengths.observe(share * 4, 4, 4, entropy, cost=None)
         assert lengths.length == expected  # two more where acceptance and entropy both say so
     with pytest.raises(ConfigError, match="not within 1 to 8"):
         Adaptive(length=9)
@@ -38,8 +38,8 @@ def test_length_by_cost_is_the_best_of_the_closed_form(share, cost):
     """Against the expected tokens and times of each length, with geometric acceptance."""
     generator, lengths = torch.Generator().manual_seed(0), ByCost()
     for _ in range(4000):
-        accepted = torch.rand(lengths.length, generator=generator) < share
-        lengths.observe(float(accepted.long().cumprod(0).sum()), lengths.length, 0.0, cost)
+        accepted = int((torch.rand(lengths.length, generator=generator) < share).long().cumprod(0).sum())
+        lengths.observe(accepted, min(accepted + 1, lengths.length), lengths.length, 0.0, cost)
 
     def rate(length: int) -> float:
         return sum(share**n for n in range(length + 1)) / (1 + cost * length)

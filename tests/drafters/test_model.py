@@ -119,8 +119,26 @@ def test_a_row_drafts_once_the_one_that_is_too_long_for_it_has_left(tiny_model):
 def test_what_it_is_called_does_not_change_as_it_adapts(small):
     drafter = ModelDrafter(small)
     said = drafter.describe()
-    drafter.length.observe(accepted=4.0, drafted=4, entropy=0.0, cost=None)
+    drafter.length.observe(accepted=4.0, tested=4.0, drafted=4, entropy=0.0, cost=None)
     assert drafter.length.length > 4 and drafter.describe() == said
+
+
+def test_how_many_tokens_were_tested_is_counted_row_by_row(tiny_model, small):
+    """The least of a mean is above the mean of what is least, and acceptance would look lower."""
+    seen = []
+
+    class Recorder(Fixed):
+        def observe(self, accepted, tested, drafted, entropy, cost):
+            seen.append((accepted, tested, drafted))
+
+    drafter = ModelDrafter(small, Recorder(4))
+    drafter.bind(Target(tiny_model()))
+    texts, sampler = [[7, 8, 9], [11, 12]], Sampler(torch.tensor([1, 1]))
+    drafter.start(committed(*texts), torch.empty(0))
+    all_right, first_wrong = drafter.draft(committed(*texts), sampler).tokens[:, 1:].tolist()
+    texts = [[*texts[0], *all_right, 3], [*texts[1], (first_wrong[0] + 1) % 64]]
+    drafter.draft(committed(*texts), sampler)
+    assert seen == [(2.0, 2.5, 4)]
 
 
 def test_another_tokenizer_is_refused(tiny_target, tiny_model, tiny_tokenizer):
