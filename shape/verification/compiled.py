@@ -99,21 +99,25 @@ def sum_of_exp(scores: np.ndarray, largest: np.float32) -> np.float32:
 
 _BLOCK = 256
 _SIGN, _ALL_BUT_SIGN = np.int32(-(2**31)), np.int32(2**31 - 1)
+_INFINITE = np.int32(0x7F800000)  # its bits
 
 
 @compiled
 def ordered(x: np.float32) -> np.int32:
-    """An integer that is larger where x is: unlike floats, integers are compared in lanes. NaN is beyond all."""
+    """An integer that is larger where x is, its size with its sign: unlike floats, integers are compared in lanes.
+
+    NaN is beyond all whatever its sign, which on x86 is set in those that arithmetic makes.
+    """
     bits = np.float32(x).view(np.int32)
-    if bits == _SIGN:  # -0 is 0
-        bits = np.int32(0)
-    return np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & _ALL_BUT_SIGN))
+    sign, size = np.int32(bits >> np.int32(31)), np.int32(bits & _ALL_BUT_SIGN)
+    return _ALL_BUT_SIGN if size > _INFINITE else np.int32(np.int32(size ^ sign) - sign)
 
 
 @compiled
 def unordered(number: np.int32) -> np.float32:
     """What ``ordered`` makes such an integer of."""
-    return np.int32(number ^ np.int32(np.int32(number >> np.int32(31)) & _ALL_BUT_SIGN)).view(np.float32)
+    sign = np.int32(number >> np.int32(31))
+    return np.int32(np.int32(np.int32(number ^ sign) - sign) | np.int32(sign & _SIGN)).view(np.float32)
 
 
 @compiled
@@ -127,7 +131,7 @@ def largest(numbers: np.ndarray) -> np.float32:
 
 @compiled
 def first_largest(numbers: np.ndarray) -> int:
-    """Where the largest of (K,) float32 is, the first of equal ones."""
+    """Where the largest of (K,) float32 is, the first of equal ones; where the first NaN is, if there is one."""
     begin, found = 0, ordered(numbers[0])
     for start in range(0, numbers.shape[0], _BLOCK):
         here = ordered(largest(numbers[start : start + _BLOCK]))

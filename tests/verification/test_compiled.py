@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+import torch
 
-from shape.verification.compiled import first_largest, log, log_complement, sum_of_exp
+from shape.verification.compiled import first_largest, largest, log, log_complement, ordered, sum_of_exp, unordered
 
 RELATIVE = 4e-7  # of three roundings
 
@@ -45,4 +46,24 @@ def test_the_largest_is_the_first_of_equal_ones(dtype):
     assert first_largest(np.full(100, -np.inf, dtype)) == 0
     assert first_largest(np.array([-1.0, -0.0, 0.0, -2.0], dtype)) == 1
     assert first_largest(np.array([-3.0, -1.5, -np.inf, -1.0, np.inf, 7.0], dtype)) == 4
-    assert 0 <= first_largest(np.full(100, np.nan, dtype)) < 100  # some token, not a place behind the last
+    assert first_largest(np.full(100, np.nan, dtype)) == 0  # not a place behind the last
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, 0xFFC00000, 0x7F800001, 0xFFFFFFFF])
+def test_no_number_is_beyond_all(bits):
+    """Whatever its sign: as torch and numpy have it, so that such logits decode as in transformers."""
+    nan = np.array([bits], np.uint32).view(np.float32)[0]
+    for size in (3, 300, 1000):
+        for places in ([size - 1], [1, size // 2, size - 1]):
+            numbers = np.random.default_rng(size).normal(size=size).astype(np.float32)
+            numbers[0], numbers[places] = np.inf, nan
+            assert np.isnan(largest(numbers)) and first_largest(numbers) == numbers.argmax() == places[0]
+            assert first_largest(numbers) == torch.from_numpy(numbers).argmax()
+
+
+def test_integers_keep_the_order_of_floats_and_give_them_back():
+    given = np.concatenate([-spread(-80, 80, 500), spread(-80, 80, 500), [0, -np.inf, np.inf, 1e-45, -1e-45]])
+    given = np.sort(given.astype(np.float32))
+    numbers = over(ordered, given)
+    assert (np.diff(numbers) > 0).all() == (np.diff(given) > 0).all() and (np.diff(numbers) >= 0).all()
+    assert (over(unordered, numbers) == given).all() and ordered(np.float32(-0.0)) == ordered(np.float32(0.0)) == 0
