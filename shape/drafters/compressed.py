@@ -266,9 +266,10 @@ class BlockResiduals:
     """Attention over what earlier blocks added to the residual stream, mixed into it (after "Attention Residuals", Kimi
     Team 2026, whose queries are learned).
 
-    Where a block of layers begins, the stream h is the sum of n parts: embeddings, and what each block before added.
-    With weights a = softmax(<norm h, norm v_i> sqrt(H)), n sum a_i v_i would be h if all parts counted alike; the
-    stream becomes h + strength (n sum a_i v_i - h).
+    Where a block of layers begins, the n parts v_i of the stream h are embeddings, and what each block before added.
+    With weights a = softmax(<norm h, norm v_i> sqrt(H)) the stream becomes h + strength (n sum a_i v_i - h). At the
+    first mixing the parts add up to h, so that equal weights would change nothing. What mixing adds belongs to no part:
+    later the parts add up to h less the mixings before, and equal weights would take a share of these back.
 
     Args:
         strength: 0 changes nothing.

@@ -153,7 +153,7 @@ def analogue(states: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _neighbours(point: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights and numbers of the nearest states: a Gaussian as wide as the nearest one is away."""
+    """Weights and numbers of the nearest states: weights go as exp(-(distance / that of the nearest)^2)."""
     distance = (past - point).square().sum(-1)
     nearest = distance.topk(min(_NEIGHBOURS, len(past)), largest=False)
     weights = F.softmax(-nearest.values / nearest.values[0].clamp(min=1e-6), dim=0)

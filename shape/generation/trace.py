@@ -17,11 +17,13 @@ is one token:
     source        who proposed it, where several drafters did: names joined by "+"; otherwise None
     slot          where its keys and values were written in the cache; `kept_slot` where they stayed, if they did
     p             probability under the target, after all options, given that its parents are accepted
-    q             probability with which it was drawn, or the drafter's estimate that the target would choose it
+    q             probability with which it would be drawn first, or the drafter's estimate that the target would choose
+                  it; a later sibling was drawn from what q leaves without those before it
     noise, margin with rule "match": Gumbel noise g, and by how much log p + g beat the best other token (negative:
                   lost); greedy decoding has no noise, and its margin is of log p
-    draw          of drawn drafts: the uniform number that "rejection" or "transport" compared with p / q, "traversal"
-                  with the chance that the text ends there
+    draw          of drawn drafts: the uniform number that "rejection" or "transport" compared with p / q (of later
+                  siblings with what refusals left of both, which is not recorded), "traversal" with the chance that
+                  the text ends there
     entropy       of the target's distribution that decided, in nats; `draft_entropy` of the drafter's, where all of it
                   is known
     text          in a file that a tokenizer spelt: what it adds to the answer, or by itself where it did not go out

@@ -8,7 +8,7 @@ from shape.networks.config import ShapeConfig
 
 
 class MedusaPredictor(Predictor):
-    """Head n drafts x_{t+n+1} from h_{t-1} alone: W_n (h + silu(R_n h)) (section 2.1.1).
+    """Head n drafts x_{t+n+1} from h_{t-1} alone: W_n (h + silu(R_n h)).
 
     R_n starts at zero and W_n as a copy of the target's output embedding, for the draft vocabulary; with `num_layers`
     above one residual layers follow each other. Heads know nothing of each other nor of x_t, the token that h_{t-1}
@@ -18,7 +18,7 @@ class MedusaPredictor(Predictor):
 
     Medusa-1 trains the heads on a frozen target, as here, head n weighed by 0.8^n. Medusa-2 trains target and heads
     jointly, which changes what the target writes, so it is not offered; what is joint here is the loss
-    `negative_log_acceptance`, the negative log probability that all drafted steps are accepted.
+    `negative_log_acceptance`, which adds up over steps to the negative log probability that each accepts its draft.
     """
 
     kind = "medusa"

@@ -67,8 +67,9 @@ def total_variation(log_q: Tensor, log_p: Tensor) -> Tensor:
 def negative_log_acceptance(log_q: Tensor, log_p: Tensor) -> Tensor:
     """-log sum_i min(p_i, q_i), in nats (LK losses, arXiv 2602.23881).
 
-    Its gradient is that of total variation divided by the acceptance probability. Over the steps of a chain
-    these terms add up to the negative log probability that the whole chain is accepted. Worked out from
+    Its gradient is that of total variation divided by the acceptance probability. Along a text these terms add up to
+    the negative log probability that a draft of one token is accepted at each of its steps; for a whole chain, whose
+    later steps may lie behind other tokens, that holds where acceptance does not depend on the path. Worked out from
     logarithms, so that it stays finite and keeps its gradient where the overlap underflows.
     """
     return -torch.minimum(log_p, log_q).logsumexp(-1)
@@ -168,7 +169,9 @@ def weighted_loss(
 
     Returns:
         The scalar sum_k weight_k mean_k, and every mean_k detached, by name: mean_k is the mean of term k over the
-        whole batch, step n counting `step_decay ** n`, as far as these states go. With N = 0 all are 0.
+        whole batch, step n counting `step_decay ** n`, as far as these states go. The divisor is that of `whole`: where
+        some of the batch's supervised steps are not among the states, as those whose target cannot be drafted, they
+        count as 0, so that means of predictors with different draft vocabularies do not compare. With N = 0 all are 0.
 
     Raises:
         ValueError: logits or embeddings are None but needed.

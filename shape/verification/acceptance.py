@@ -101,10 +101,10 @@ def _accepted(paths: list[list[int]], tokens: list[list[int]], device: torch.dev
 def reject_in_turn(p: Tensor, q: Tensor, candidates: Tensor, uniforms: Tensor, noise: Tensor) -> Tensor:
     """The target's token at one node by rejection sampling in several rounds, lossless for drawn candidates.
 
-    Candidate k is taken with probability min(1, p(x) / q(x)); if it is not, p becomes the residual (p - q)+ and q is
-    renormalised without x, from which the next candidate was drawn (SpecInfer, arXiv 2305.09781, section 4; one
-    candidate: arXiv 2211.17192). After the last one the token is drawn from the residual. A rejected candidate has
-    p < q, so no residual contains it.
+    Candidate k is taken with probability min(1, p(x) / q(x)); if it is not, p becomes the residual (p - q)+ (SpecInfer,
+    arXiv 2305.09781; one candidate: arXiv 2211.17192) and q is renormalised without x, from which the next candidate
+    was drawn (Recursive Speculative Decoding, arXiv 2402.14160). After the last one the token is drawn from the
+    residual. A rejected candidate has p < q, so no residual contains it.
 
     Children that were not drawn are no candidates. Their distribution need not be known: the token is followed if it is
     one of them. Beside one drawn candidate that is the optimum of the transport problem, in closed form: min(p, q) is
@@ -209,7 +209,7 @@ def stop_chances(tree: TokenTree, p: Tensor, q: Tensor | None) -> tuple[Tensor, 
 
 
 def typical_lossy(tree: TokenTree, p: Tensor, choices: Tensor, epsilon: float, delta: float) -> Accepted:
-    """Typical acceptance (Medusa, arXiv 2401.10774, section 3.3.2). Lossy: the output is not the target's.
+    """Typical acceptance (Medusa, arXiv 2401.10774). Lossy: the output is not the target's.
 
     A token is accepted where p(x) > min(epsilon, delta exp(-H(p))): it need not be a draw from the target, only not be
     unlikely for what the target is unsure of. The longest path of such tokens is accepted, of equally long ones the

@@ -2,7 +2,7 @@
 
 For top-p torch sorts the whole vocabulary at every token; of 150,000 tokens that takes as long as a small target's
 forward. What is to be kept is found without: few tokens are likely enough to be looked at more closely. The same tokens
-are kept, but where they have the share of top-p to float32's rounding, or equal others.
+are kept, but where they have the share of top-p to float32's rounding, or equal others: torch's sort is not stable.
 """
 
 from collections.abc import Sequence
@@ -92,7 +92,9 @@ def _keep_top_k(scores: np.ndarray, count: int) -> None:
 
 @compiled
 def _keep_top_p(scores: np.ndarray, share: float) -> None:
-    """The likeliest ones, until they have this share of all; of equal ones the last first, as a sort would have it."""
+    """The likeliest ones, until they have this share of all; of equal ones the last first, as a stable sort
+    would have it.
+    """
     if share >= 1:
         return
     blocks = _largest_of_blocks(scores)
