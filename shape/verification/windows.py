@@ -22,6 +22,8 @@ from shape.verification.cache import Group, KVCache, KVCacheLayer
 # Whatever its name, a window of so many tokens is seen; larger ones by the numbers under such names.
 _SEEN, _NAMES = 4096, re.compile("window|chunk|block|local|span|stride|segment|sparse|topk")
 _MOST = 1 << 16  # tokens pretended at most
+# Quantisers' blocks, and vLLM's attention to long texts, which transformers has not (Qwen2.5-1M): no layer reads them.
+_UNREAD = {"quantization_config", "dual_chunk_attention_config"}
 _LOUD, _LOUDEST = 4, 8192
 _NOTHING: Any = getattr(cache_utils, "DummyLayer", ())  # which older transformers leave out
 
@@ -95,7 +97,7 @@ def too_wide(target: Target) -> int | None:
 def _named(config: Any, name: str = "") -> Iterator[int]:
     if isinstance(config, dict):
         for key, value in config.items():
-            if key != "quantization_config":
+            if key not in _UNREAD:
                 yield from _named(value, str(key))
     elif isinstance(config, list | tuple):
         for value in config:

@@ -20,6 +20,7 @@ from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target
 from shape.verification import probe as program
 from shape.verification.probe import _many_failure, probe, support_of
+from shape.verification.windows import too_wide
 
 
 @pytest.mark.parametrize("arch", FAMILIES)
@@ -81,6 +82,15 @@ def test_a_window_further_than_can_be_looked_is_no_tree():
     wide = looking_back("llama4_text", 70_000, max_position_embeddings=80_000)
     support = probe(Target(wide))
     assert support.mode == "chain" and "window of 70000 tokens is wider than can be looked beyond" in support.reason
+
+
+def test_chunks_that_transformers_does_not_read_hide_nothing():
+    """Of Qwen2.5-1M, which is a plain Qwen2 there."""
+    chunks = {"chunk_size": 262_144, "local_size": 8192, "original_max_position_embeddings": 262_144}
+    more = {"max_position_embeddings": 1_010_000, "use_sliding_window": False, "dual_chunk_attention_config": chunks}
+    target = Target(looking_back("qwen2", 32_768, **more))
+    assert too_wide(target) is None
+    assert probe(target).mode == "tree"
 
 
 def test_a_cache_that_drops_what_the_mask_shows_is_refused():
