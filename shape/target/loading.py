@@ -1,5 +1,6 @@
 """How a target comes to be loaded: what the options of all commands mean to transformers' ``from_pretrained``."""
 
+import json
 import re
 from collections.abc import Mapping, Set
 from dataclasses import asdict
@@ -176,14 +177,14 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 _OWN_FORMAT = {"mistral_format": False} if hasattr(tokenization_auto, "_use_mistral_format") else {}
 
 
-def _has(where: str, name: str, options: Mapping[str, Any]) -> bool:
-    """Whether a folder or hub repository has a file, as far as that can be known."""
+def _file(where: str, name: str, options: Mapping[str, Any]) -> str | None:
+    """Where a file of a folder or hub repository lies; None where it has none, as far as that can be known."""
     quiet = {f"_raise_exceptions_for_{what}": False for what in ("gated_repo", "missing_entries", "connection_errors")}
     try:
         place = only((HUB_OPTIONS | {"subfolder"}) - {"force_download"}, options)
-        return cached_file(where, name, **quiet, **place) is not None
+        return cached_file(where, name, **quiet, **place)
     except Exception:  # such as a repository that is not there
-        return False
+        return None
 
 
 def read_tokenizer(where: str, target: Any, options: Mapping[str, Any]) -> Any:
@@ -193,9 +194,13 @@ def read_tokenizer(where: str, target: Any, options: Mapping[str, Any]) -> Any:
         UnsupportedTarget: its files are damaged, or need a package that is not there.
     """
     try:
-        return AutoTokenizer.from_pretrained(where, **only(FILE_OPTIONS, options), **_OWN_FORMAT)
+        tokenizer = AutoTokenizer.from_pretrained(where, **only(FILE_OPTIONS, options), **_OWN_FORMAT)
+        # Of models that see images some have their template where transformers' processors alone look for it.
+        if tokenizer.chat_template is None and (file := _file(where, "chat_template.json", options)) is not None:
+            tokenizer.chat_template = json.loads(Path(file).read_text())["chat_template"]
+        return tokenizer
     except Exception as error:
-        if any(_has(where, name, options) for name in _TOKENIZER_FILES):
+        if any(_file(where, name, options) for name in _TOKENIZER_FILES):
             raise UnsupportedTarget(
                 f"the tokenizer of target {target} cannot be read ({first_line(error)}); install what it names, or "
                 "restore its files"
