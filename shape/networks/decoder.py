@@ -75,6 +75,8 @@ def layers_like(target: PreTrainedConfig, size: int | None = None) -> dict[str, 
         "max_position_embeddings",
     )
     found |= {name: getattr(target, name, None) for name in names}
+    if isinstance(widths := found["intermediate_size"], list | tuple):  # Gemma 3n's has one for each layer
+        found["intermediate_size"] = max(widths)
     if size is not None and size != target.hidden_size:
         each = found["head_dim"] or target.hidden_size // target.num_attention_heads
         heads = max(size // each, 1)

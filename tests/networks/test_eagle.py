@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from helpers import LLAMA_8B, ROOT
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import LlamaConfig, Qwen3Config
+from transformers import AutoConfig, LlamaConfig, Qwen3Config
 
 from shape.networks.base import Known, known_at
 from shape.networks.config import ShapeConfig
@@ -109,6 +109,8 @@ def test_layers_have_the_geometry_of_the_target():
     assert found.intermediate_size == llama.intermediate_size
     wide = Qwen3Config(hidden_size=64, num_attention_heads=2, head_dim=128, num_hidden_layers=1)
     assert layers_like(wide)["head_dim"] == 128
+    of_each_layer = AutoConfig.for_model("gemma3n_text", num_hidden_layers=2, intermediate_size=[64, 96])
+    assert layers_like(of_each_layer)["intermediate_size"] == 96
 
 
 def test_rotary_parameters_that_change_with_the_text_are_left_out():
