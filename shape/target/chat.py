@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from shape.errors import DataError
 
 THOUGHT, THOUGHT_END = "<think>", "</think>"
-# Between what targets reason; the latter is gpt-oss's.
-_TAGS = {THOUGHT: THOUGHT_END, "<|channel|>analysis<|message|>": "<|end|>"}
+# Between what targets reason; the others are gpt-oss's and Magistral's.
+_TAGS = {THOUGHT: THOUGHT_END, "<|channel|>analysis<|message|>": "<|end|>", "[THINK]": "[/THINK]"}
 Role = Literal["system", "user", "assistant", "tool"]
 
 
@@ -147,8 +147,11 @@ def spoken(
                 stacklevel=3,
             )
             return ""
-        if message.content.lstrip().startswith(tag) or asked.rstrip().endswith(tag):  # the template left it in
-            return message.content.partition(end)[2].lstrip()
+        # The template may have left it in, without its tags where these are special tokens.
+        thought = said.lstrip().removeprefix(tag).partition(end)[0].strip()
+        whole = message.content.lstrip().removeprefix(tag).lstrip()
+        if whole.startswith(thought):
+            return whole.removeprefix(thought).lstrip().removeprefix(end).lstrip()
     return message.content
 
 

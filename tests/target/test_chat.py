@@ -1,11 +1,12 @@
 """Options of chat templates. What templates make of conversations is checked in tests/data/test_encoding.py."""
 
+import copy
 import warnings
 
 import pytest
 from helpers import with_chat_template
 
-from shape.target.chat import prompt_ids
+from shape.target.chat import prompt_ids, spoken, thinks
 
 QUESTION = [{"role": "user", "content": "a question"}]
 
@@ -18,3 +19,24 @@ def test_an_option_that_the_template_does_not_read_is_told(tiny_tokenizer):
         warnings.simplefilter("error")
         assert prompt_ids(QUESTION, tokenizer, {"enable_thinking": False}) != mistyped
         assert prompt_ids(QUESTION, tokenizer) == mistyped
+
+
+def test_magistrals_reasoning_stands_between_special_tokens(tiny_tokenizer):
+    """Its template reads reasoning as blocks of a content alone."""
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "[THINK]", "[/THINK]"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% elif m.content is string %}"
+        "{{ m.content }}<|im_end|>{% else %}{% for b in m.content %}[THINK]{{ b.thinking }}[/THINK]{% endfor %}"
+        "{% endif %}{% endfor %}"
+    )
+    prompt = prompt_ids(QUESTION, tokenizer)
+    assert thinks(prompt, tokenizer)
+
+    def said(text: str) -> str:
+        return spoken(tokenizer(text, add_special_tokens=False).input_ids, prompt, tokenizer, None)
+
+    assert said("[THINK]T1, or\nT2[/THINK]A [1]") == "A [1]"
+    assert said("[THINK][/THINK]A") == "A" and said("A") == "A"
+    with pytest.warns(UserWarning, match="ends within its reasoning"):
+        assert said("[THINK]half a") == ""
