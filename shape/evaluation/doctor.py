@@ -7,6 +7,7 @@ own answers: where one change makes the drafter much better, that was the cause.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from shape.data.backends import sampling
 from shape.data.conversations import Prompt
 from shape.drafters import TrainedDrafter, TreeShape
+from shape.errors import DataError
 from shape.features.store import Stored
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput
@@ -23,11 +25,19 @@ from shape.networks.base import Predictor
 from shape.networks.decoder import layers_like
 from shape.networks.registry import PREDICTORS
 from shape.networks.teacher_forcing import teacher_forced
+from shape.target.chat import template_of
 from shape.target.inference import evaluating
 from shape.target.model import Target
 
 _CLEARLY = 0.25  # more tokens a forward than as loaded: neighbouring layers, for example, are all of some use
 _LITTLE = 1.6  # an acceptance length below which a trained drafter's is not what it was trained to
+# How chat templates call what switches reasoning, in words, and the values that it takes.
+_ON_OR_OFF = {True: "on", False: "off"}
+_THINKING: dict[str, tuple[str, dict[Any, str]]] = {
+    "enable_thinking": ("thinking mode", _ON_OR_OFF),
+    "thinking": ("thinking mode", _ON_OR_OFF),
+    "reasoning_effort": ("reasoning effort", {value: value for value in ("low", "medium", "high")}),
+}
 _MASK_LIKE = re.compile("mask|pad|unk|reserved", re.IGNORECASE)  # of the tokens that a tokenizer has added
 _LOST_IN_DECODING = 0.9  # of the acceptance length by teacher forcing, which decoding has but for rounding
 
@@ -196,15 +206,19 @@ def _dtype(target: Target, predictor: Predictor) -> Iterator[Suspicion]:
 def _templates(target: Target, prompts: Sequence[Prompt]) -> Iterator[Suspicion]:
     """Prompts in the forms that a drafter may have been trained on instead."""
     given = [_ids(target, prompt, prompt.template) for prompt in prompts]
-    forms = {"no chat template in training": [target.encode(prompt.turns[0])[0] for prompt in prompts]}
-    for on, said in ((True, "on"), (False, "off")):
-        others = [_ids(target, prompt, {**prompt.template, "enable_thinking": on}) for prompt in prompts]
-        forms[f"thinking mode {said} in training"] = others
-    for cause, others in forms.items():
+    forms = {"no chat template in training": ("", [target.encode(prompt.turns[0])[0] for prompt in prompts])}
+    sources = {template_of(target.tokenizer, prompt.template) for prompt in prompts if target.tokenizer.chat_template}
+    for name, (mode, values) in _THINKING.items():
+        if not any(re.search(rf"\b{name}\b", source) for source in sources):
+            continue
+        for value, said in values.items():
+            with suppress(DataError):  # a template may know other values
+                others = [_ids(target, prompt, {**prompt.template, name: value}) for prompt in prompts]
+                forms[f"{mode} {said} in training"] = f".{name} {str(value).lower()}", others
+    for cause, (option, others) in forms.items():
         if not all(torch.equal(*pair) for pair in zip(given, others, strict=True)):
-            yield Suspicion(
-                cause, "give prompts as in training (--chat_template_kwargs), or train it on yours", None, others
-            )
+            remedy = f"give prompts as in training (--chat_template_kwargs{option}), or train it on yours"
+            yield Suspicion(cause, remedy, None, others)
 
 
 def _ids(target: Target, prompt: Prompt, template: Mapping[str, Any]) -> Tensor:

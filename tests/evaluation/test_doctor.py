@@ -1,6 +1,7 @@
 """The doctor: every cause is planted in a drafter that had learned its target's answers by heart, and named."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from shape.data.conversations import Prompt
 from shape.drafters import TrainedDrafter
-from shape.evaluation.doctor import Diagnosis, _mask_token, changed, diagnose
+from shape.evaluation.doctor import Diagnosis, _mask_token, _templates, changed, diagnose
 from shape.networks.base import Predictor
 from shape.networks.config import ShapeConfig
 from shape.networks.registry import PREDICTORS
@@ -174,6 +175,35 @@ def test_thinking_mode(tiny_tokenizer):
     assert examine(target, network, asked(enable_thinking=False)).cause is None
     found = examine(target, network, asked())
     assert found.cause == "thinking mode off in training", found
+
+
+GRANITE = "{% if thinking %}Think! {% endif %}{{ messages[0].content }}!"
+PICKY = (
+    "{% if reasoning_effort is defined and reasoning_effort != 'high' %}{{ raise_exception('none or high') }}"
+    "{% endif %}{{ reasoning_effort }} {{ messages[0].content }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "causes"),
+    [
+        ("{{ messages[0].content }}!", []),
+        (GRANITE, ["thinking mode on"]),
+        ("gpt-oss", ["reasoning effort low", "reasoning effort high"]),  # medium is how it asks
+        (PICKY, ["reasoning effort high"]),
+    ],
+    ids=["none", "thinking", "reasoning_effort", "other values"],
+)
+def test_only_what_the_template_reads_is_tried(tiny_target, prompts, template, causes):
+    if template == "gpt-oss":
+        tokenizer = with_chat_template(tiny_target.tokenizer, template)
+    else:
+        tokenizer = copy.copy(tiny_target.tokenizer)
+        tokenizer.chat_template = template
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nobody has given what it does not read
+        found = [one.cause for one in _templates(Target(tiny_target.model, tokenizer, name="other"), prompts)]
+    assert found == [f"{cause} in training" for cause in ["no chat template", *causes]]
 
 
 def test_no_chat_template(tiny_target, prompts):
