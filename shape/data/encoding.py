@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from shape.data.conversations import Conversation, Tokens
-from shape.data.turns import Span, answer_spans, learned_turns, turn_of
+from shape.data.turns import Span, answer_spans, learned_turns, specials_of, turn_of
 from shape.errors import DataError
 from shape.target.chat import first_tokens
 
@@ -179,7 +179,7 @@ def _tokenise(tokenizer: PreTrainedTokenizerBase, text: str, spans: list[Span]) 
         edges = [0, *cuts, len(text)]
         parts = [_offsets(tokenizer, text[a:b], a) for a, b in pairwise(edges)]
         found, starts, stops = (np.concatenate(column) for column in zip(*parts, strict=True))
-    added = list(tokenizer.added_tokens_decoder)
+    added = specials_of(tokenizer).added
     anew = starts[np.isin(found, added)]  # where reading begins anew
     for start, _ in spans:
         blank = len(text[:start].rstrip())

@@ -3,8 +3,10 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -28,6 +30,29 @@ class Turn(NamedTuple):
         return self.text[: self.end]
 
 
+class Specials(NamedTuple):
+    """What a tokenizer has beside pieces of text.
+
+    Attributes:
+        texts: of special tokens, all of which can end a turn.
+        lengths: of these in characters, each once, the largest first.
+        added: (N,) int64, ids of all tokens that were added to the vocabulary, special or not.
+    """
+
+    texts: frozenset[str]
+    lengths: tuple[int, ...]
+    added: np.ndarray
+
+    def behind(self, text: str) -> str:
+        """The longest that a text ends with; an empty one if there is none."""
+        return next((text[-length:] for length in self.lengths if text[-length:] in self.texts), "")
+
+    def at(self, text: str, start: int) -> str:
+        """The longest that a text goes on with there; an empty one if there is none."""
+        found = (text[start : start + length] for length in self.lengths)
+        return next((token for token in found if token in self.texts), "")
+
+
 def learned_turns(conversation: Conversation) -> list[int]:
     """Numbers of the messages that are learned from."""
     return [number for number, m in enumerate(conversation.messages) if m.role == "assistant" and m.learned]
@@ -49,7 +74,7 @@ def turn_of(conversation: Conversation, number: int, tokenizer: PreTrainedTokeni
         DataError: there is no template, it refuses the messages, or it rewrites them beyond recognition.
     """
     messages, template = conversation.messages[: number + 1], conversation.template
-    answer, ends = messages[-1], _end_tokens(tokenizer)
+    answer, specials = messages[-1], specials_of(tokenizer)
     tagged = THOUGHT_END in template_of(tokenizer, template)
     text = render(tokenizer, messages, template=template)
     shown = None  # what the template makes of the answer, behind the prompt
@@ -63,7 +88,7 @@ def turn_of(conversation: Conversation, number: int, tokenizer: PreTrainedTokeni
         if not answer.finished and shown is not None and (length := _end_of_cut_answer(answer, shown)) is not None:
             return Turn(text[: start + length], start, start + length)
         if not answer.finished or (tagged and _loses_thought(answer, text)):
-            token = next((token for token in ends if text.rstrip().endswith(token)), tokenizer.eos_token or "")
+            token = specials.behind(text.rstrip()) or tokenizer.eos_token or ""
             text = prompt + _as_written(prompt, answer, tagged) + (token if answer.finished else "")
             return Turn(text, start, len(text))
     span = _marked_span(tokenizer, messages, text, template)
@@ -77,7 +102,7 @@ def turn_of(conversation: Conversation, number: int, tokenizer: PreTrainedTokeni
             f"template of {name_of(tokenizer)} rewrites them; mark them in the template with "
             "{% generation %} ... {% endgeneration %}"
         )
-    return Turn(text, span[0], _with_end(text, *span, answer.finished, ends))
+    return Turn(text, span[0], _with_end(text, *span, answer.finished, specials))
 
 
 def _behind(prompt: str, messages: Sequence[Message], text: str) -> str | None:
@@ -159,18 +184,25 @@ def _slot_span(
     return (len(before), len(text)) if fits else None
 
 
-def _end_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Texts of tokens that can end a turn: special ones, longest first."""
-    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    return tuple(sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True))
+def specials_of(tokenizer: PreTrainedTokenizerBase) -> Specials:
+    """The special tokens of a tokenizer, collected once: Gemma 3 has 6,000 added tokens."""
+    return _specials_of(tokenizer, len(tokenizer), tuple(tokenizer.all_special_tokens))
 
 
-def _with_end(text: str, start: int, end: int, finished: bool, ends: tuple[str, ...]) -> int:
+@lru_cache(maxsize=8)
+def _specials_of(tokenizer: PreTrainedTokenizerBase, size: int, named: tuple[str, ...]) -> Specials:
+    del size  # part of the cache's key: tokenizers are compared by identity, and may be given more tokens
+    added = tokenizer.added_tokens_decoder
+    texts = frozenset({token.content for token in added.values() if token.special}.union(named) - {""})
+    return Specials(texts, tuple(sorted(set(map(len, texts)), reverse=True)), np.array(list(added), dtype=np.int64))
+
+
+def _with_end(text: str, start: int, end: int, finished: bool, specials: Specials) -> int:
     """The supervised end of a turn that is known to reach, with or without its end token, to `end`."""
     body = text[start:end].rstrip()
-    token = next((token for token in ends if body.endswith(token)), "")
-    content_end = start + len(body) - len(token)
+    content_end = start + len(body) - len(specials.behind(body))
     if not finished:
         return content_end
     after = content_end + len(text[content_end:]) - len(text[content_end:].lstrip())
-    return next((after + len(token) for token in ends if text.startswith(token, after)), content_end)
+    token = specials.at(text, after)
+    return after + len(token) if token else content_end

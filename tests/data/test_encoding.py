@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from shape.data.conversations import Conversation
 from shape.data.encoding import encode, encode_all, encode_row, split_by_template
+from shape.data.turns import specials_of
 from shape.errors import DataError
 from shape.target.chat import Message, prompt_ids, render
 
@@ -189,6 +190,21 @@ def test_end_token_that_swallows_the_newline():
     tokenizer.add_special_tokens({"eos_token": AddedToken(IM_END, rstrip=True, special=True)})
     encoded = encode(chat("q", "one"), tokenizer, None)
     assert encoded.loss_mask[-1] and encoded.input_ids[-1] == tokenizer.eos_token_id
+
+
+def test_added_tokens_are_collected_once_and_again_where_there_are_more(monkeypatch):
+    tokenizer, asked = bpe_tokenizer(CHATML), []
+    added = type(tokenizer).added_tokens_decoder.fget
+    monkeypatch.setattr(
+        type(tokenizer), "added_tokens_decoder", property(lambda self: asked.append(self) or added(self))
+    )
+    for _ in range(3):
+        assert supervised(tokenizer, chat("q", "one", "r", "two")) == ["one" + IM_END, "two" + IM_END]
+    assert len(asked) == 1
+    assert specials_of(tokenizer).behind(f"one{IM_END}<|over|>") == ""
+    tokenizer.add_special_tokens({"additional_special_tokens": [IM_START, "<|over|>", "|>"]})
+    assert specials_of(tokenizer).behind(f"one{IM_END}<|over|>") == "<|over|>"  # the longest
+    assert specials_of(tokenizer).at(f"one{IM_END}<|over|>", 3) == IM_END
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED, SHOUTED])
