@@ -41,9 +41,10 @@ def encode(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, max_l
 
     Supervised are, of each assistant turn, the tokens from the first one after the generation prompt to the
     end-of-turn token inclusive (not the newline that templates put after it); of prompt + completion rows the
-    completion and the end-of-text token; of plain text everything but the first token. An answer with finished=False
-    is supervised without its end token, which the target never wrote. What follows the last answer is left out. Known
-    tokens (`Conversation.texts`) are taken as they are.
+    completion to the special token at its end, or else, and the end-of-text token behind it; of plain text everything
+    but the tokenizer's first tokens, which rows without a template begin with once, whether they hold them or not. An
+    answer with finished=False is supervised without its end token, which the target never wrote. What follows the last
+    answer is left out. Known tokens (`Conversation.texts`) are taken as they are.
 
     The text is tokenised as a whole and turns are found by character offsets, so the tokens are those of the full
     text; only where a token would join the generation prompt and the answer is the text cut there, because decoding
@@ -62,11 +63,17 @@ def encode(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, max_l
         ids, mask = _tokenise(tokenizer, *answer_spans(conversation, tokenizer))
     else:
         whole = "".join(message.content for message in messages)
-        ids, mask = _tokenise(tokenizer, whole, [(len(whole) - len(messages[-1].content), len(whole))])
+        start, end, eos = len(whole) - len(messages[-1].content), len(whole), tokenizer.eos_token_id
+        completed = conversation.kind == "completion" and messages[-1].finished
+        if completed and specials_of(tokenizer).behind(whole[start:].rstrip()):  # by its own end token
+            end, completed = len(whole.rstrip()), False
+        ids, mask = _tokenise(tokenizer, whole, [(start, end)])
         first = first_tokens(tokenizer)
+        if ids[: len(first)] == first:  # as text that a chat template has made
+            ids, mask = ids[len(first) :], mask[len(first) :]
         ids, mask = [*first, *ids], [False for _ in first] + mask
-        if conversation.kind == "completion" and messages[-1].finished and tokenizer.eos_token_id is not None:
-            ids, mask = [*ids, tokenizer.eos_token_id], [*mask, True]
+        if completed and eos is not None:
+            ids, mask = [*ids, eos], [*mask, True]
     input_ids, loss_mask = torch.tensor(ids, dtype=torch.int64), torch.tensor(mask, dtype=torch.bool)
     loss_mask[:1] = False  # nothing predicts the first token
     truncated = max_length is not None and len(ids) > max_length

@@ -98,12 +98,15 @@ def prompt_ids(
     tokenizer: PreTrainedTokenizerBase,
     template: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Token ids that an answer follows: messages in the chat template, or raw text as it is.
+    """Token ids that an answer follows: messages in the chat template, or raw text behind the tokenizer's first tokens,
+    which are there once where the text begins with them already.
 
     Decoding, regeneration and training all use these ids. Raises DataError as `render` does.
     """
     if isinstance(prompt, str):
-        return [*first_tokens(tokenizer), *tokenizer(prompt, add_special_tokens=False).input_ids]
+        ids = tokenizer(prompt, add_special_tokens=False).input_ids
+        first = first_tokens(tokenizer)
+        return ids if ids[: len(first)] == first else [*first, *ids]
     text = render(tokenizer, prompt, add_generation_prompt=True, template=template)
     return tokenizer(text, add_special_tokens=False).input_ids
 

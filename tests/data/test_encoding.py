@@ -254,6 +254,46 @@ def test_bos_of_raw_text_is_there_and_not_supervised():
     assert prompt_ids("the answer", tokenizer) == [0, 1, *words]  # a prompt has not ended
 
 
+@pytest.mark.parametrize("first", [[IM_START], ["<|endoftext|>", IM_START]], ids=["one", "two"])
+def test_first_and_end_tokens_of_rendered_text_are_there_once(first):
+    """Rows that hold text as `apply_chat_template` writes it, as many SFT sets do."""
+    tokenizer = bpe_tokenizer(None)
+    tokenizer.eos_token = "<|endoftext|>"  # and turns end with another token, as Gemma's and Llama's
+    known = [(token, tokenizer.convert_tokens_to_ids(token)) for token in first]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{' '.join(first)} $A", special_tokens=known
+    )
+    begin, asked = "".join(first), "user\nhello"
+    for text in (begin + asked, asked):
+        assert tokenizer.decode(prompt_ids(text, tokenizer)) == begin + asked
+        whole = Conversation("t", (Message("assistant", text),), "text")
+        assert runs(tokenizer, whole) == [(False, begin), (True, asked)]
+        for answer, learned, rest in (
+            (f"answer{IM_END}", f"answer{IM_END}", []),
+            (f"answer{IM_END}\n", f"answer{IM_END}", [(False, "\n")]),
+            ("answer\n", "answer\n<|endoftext|>", []),
+            ("answer<|endoftext|>", "answer<|endoftext|>", []),
+        ):
+            pair = Conversation("p", (Message("user", text), Message("assistant", answer)), "completion")
+            assert runs(tokenizer, pair) == [(False, begin + asked), (True, learned), *rest]
+
+
+def test_a_tokenizer_that_always_adds_its_first_token():
+    class Adding(PreTrainedTokenizerFast):
+        def __call__(self, *texts, add_special_tokens=True, **more):
+            return super().__call__(*texts, add_special_tokens=True, **more)
+
+    plain = bpe_tokenizer(None)
+    plain.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    tokenizer = Adding(tokenizer_object=plain.backend_tokenizer, eos_token=IM_END)
+    ids = prompt_ids("hello", tokenizer)
+    assert ids[0] == 0 and 0 not in ids[1:]
+    row = Conversation("t", (Message("assistant", "hello"),), "text")
+    assert encode(row, tokenizer, None).input_ids.tolist() == ids
+
+
 def test_templates_that_cannot_be_followed():
     with pytest.raises(DataError, match="conversation c cannot be found in its rendering"):
         encode(chat("q", "a"), bpe_tokenizer(COUNTING), None)
