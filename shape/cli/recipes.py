@@ -53,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _compile(values: Any) -> None:
+    from shape.data.backends import off_in_words, switched_off
     from shape.drafters.recipes.compile import compile_pack
     from shape.drafters.recipes.pack import inspect
     from shape.generation.decoder import ShapeDecoder
@@ -63,7 +64,8 @@ def _compile(values: Any) -> None:
         decoder = ShapeDecoder.from_pretrained(
             target=options.target, dtype=options.dtype, drafter="suffix", **of_target(options)
         )
-        announce(decoder.target)
+        off = switched_off(decoder.target.model.generation_config, options.temperature)
+        announce(decoder.target, off_in_words(off))
         return decoder.target, decoder.generate
 
     options = options_of(CompileOptions, values)

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from transformers import GenerationConfig
+
 from shape.errors import DataError
 from shape.target.chat import Message
 
@@ -48,6 +50,26 @@ def sampling(temperature: float) -> dict[str, Any]:
         return {"do_sample": False, "repetition_penalty": 1.0, "no_repeat_ngram_size": None}
     whole = {"top_k": 0, "top_p": 1.0, **dict.fromkeys(("min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"))}
     return {**sampling(0.0), "do_sample": True, "temperature": temperature, **whole}
+
+
+# With what options of `sampling` change nothing; all others with 0.
+_NEUTRAL = {"repetition_penalty": 1.0, "top_p": 1.0, "typical_p": 1.0}
+
+
+def switched_off(config: GenerationConfig | None, temperature: float) -> dict[str, Any]:
+    """Options of a target's generation config that `sampling` takes back, with the values that they have there."""
+    names = sorted(sampling(temperature).keys() - {"do_sample", "temperature"})
+    found = {name: getattr(config, name, None) for name in names}
+    return {name: value for name, value in found.items() if value not in (None, _NEUTRAL.get(name, 0))}
+
+
+def off_in_words(off: Mapping[str, Any]) -> str:
+    """What was switched off, as an addition to a sentence; empty where nothing was."""
+    return f"; switched off of the target's generation_config: {in_words(off)}" if off else ""
+
+
+def in_words(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
 def until_end(tokens: list[int], end_tokens: Sequence[int]) -> list[int]:

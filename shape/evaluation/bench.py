@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from shape import bundled
+from shape.data.backends import off_in_words, switched_off
 from shape.data.conversations import Conversation
 from shape.data.reading import load_conversations
 from shape.drafters import DRAFTERS, Drafter
@@ -132,7 +133,8 @@ def load_methods(options: BenchOptions) -> tuple[Target, dict[str, Method]]:
         first = next(iter(predictors.values()))
         pair = of_pair(options)
         target = ShapeDecoder.from_pretrained(predictor=first, drafter="none", **how, **pair).target
-    announce(target)
+    hottest = max(several(options.temperature))  # where the most is switched off
+    announce(target, off_in_words(switched_off(target.model.generation_config, hottest)))
     if isinstance(target, OpenVinoTarget):
         if asked := sorted({*get_args(TransformersMethod), ASSISTED}.intersection(options.methods or ())):
             raise ConfigError(f"method {asked[0]} decodes in torch, and the backend is openvino; leave one of them out")

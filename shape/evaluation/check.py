@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shape import bundled
-from shape.data.backends import sampling
+from shape.data.backends import off_in_words, sampling, switched_off
 from shape.drafters import Drafter, NgramDrafter, TrainedDrafter, TreeShape, make_drafter
 from shape.drafters.cost import Costs, break_even, expected_length
 from shape.drafters.recipes.drafter import RecipeDrafter
@@ -74,7 +74,8 @@ def check(options: CheckOptions) -> dict[str, Any]:
         target = Target.load(options.target or "quickstart-target", dtype=options.dtype, **of_target(options))
         decoder = ShapeDecoder(target, _untrained(target))
     target = decoder.target
-    announce(target)
+    off = switched_off(target.model.generation_config, options.temperature)
+    announce(target, off_in_words(off))
     methods = _methods(options, target, decoder.drafter)
     encoded = [target.encode(prompt.opening, prompt.template)[0].tolist() for prompt in prompts]
     room = (target.max_positions or sys.maxsize) - options.max_new_tokens
@@ -101,6 +102,7 @@ def check(options: CheckOptions) -> dict[str, Any]:
             "max_new_tokens": options.max_new_tokens,
             "temperature": options.temperature,
             "batch_size": options.batch_size,
+            "switched_off": off,
         },
         "target": {
             "name": target.name,

@@ -14,7 +14,7 @@ import torch
 from rich.table import Table as ScreenTable
 from tqdm.auto import tqdm
 
-from shape.data.backends import sampling
+from shape.data.backends import off_in_words, sampling, switched_off
 from shape.drafters import Drafter, OracleDrafter, make_drafter
 from shape.errors import ConfigError, DataError, UnsupportedTarget
 from shape.evaluation.environment import Environment
@@ -290,7 +290,8 @@ def run(options: EfficiencyOptions) -> list[Case]:
                 f"target {target.name} has recurrent layers, whose bare forwards cannot be run behind a text that is "
                 "not there; measure its speed with shape bench"
             )
-        announce(target)
+        hottest = max(several(options.temperature))
+        announce(target, off_in_words(switched_off(target.model.generation_config, hottest)))
         drafters = {name: made for name in options.drafter if (made := make_drafter(name)) is not None}
         if decoder.drafter is not None:
             drafters[decoder.drafter.name] = decoder.drafter

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from rich.table import Table as ScreenTable
 
+from shape.data.backends import off_in_words
 from shape.data.conversations import Conversation
 from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import ENOUGH, Estimate, Sums, few_units_note, number, over_prompts, ratio
@@ -339,7 +340,7 @@ class SpeedResults(Results):
             f"{len(self.records) * batch} prompts of {settings['prompts']} "
             f"({next(iter(self.summary.values())).answers} answers), at most {settings['max_new_tokens']} new tokens, "
             f"temperature {settings['temperature']:g}, batch {batch}{filled}, {middle} of {settings['repeats']} run(s) "
-            "per answer, interleaved; the speed-up leaves prefill out."
+            f"per answer, interleaved; the speed-up leaves prefill out{off_in_words(settings.get('switched_off', {}))}."
         )
 
     def notes(self) -> list[str]:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from shape.data.backends import sampling
+from shape.data.backends import sampling, switched_off
 from shape.data.conversations import Conversation, Prompt
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
@@ -198,13 +198,15 @@ def measure(
 def settings_of(
     target: Target, methods: Mapping[str, Method], prompts: Sequence[Prompt], source: str, setting: SpeedSetting
 ) -> dict[str, Any]:
-    """What results say that was asked for."""
+    """What results say that was asked for, and what that switches off of the target's generation config."""
+    off = switched_off(target.model.generation_config, setting.temperature)
     return {
         **target_settings(target),
         "methods": {name: describe(method, target.device) for name, method in methods.items()},
         "prompts": source or "the given prompts",
         "prompts_hash": prompts_hash(prompts),
         **asdict(setting),
+        **({"switched_off": off} if off else {}),  # without any, results of before are of the same settings
     }
 
 

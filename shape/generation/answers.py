@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from shape.data.backends import Answer, Backend, Request, sampling
+from shape.data.backends import Answer, Backend, Request, off_in_words, sampling, switched_off
 from shape.data.endpoint import Endpoint, EndpointBackend
 from shape.data.reading import load_conversations
 from shape.data.regeneration import Share, Summary, check_output, in_every_process, regenerate, require_prompts
@@ -121,7 +121,8 @@ def make_backend(options: RegenerationOptions) -> Backend:
         decoder = ShapeDecoder.from_pretrained(
             target=options.target, dtype=options.dtype, drafter="none", **of_target(options)
         )
-        announce(decoder.target)
+        off = switched_off(decoder.target.model.generation_config, options.temperature)
+        announce(decoder.target, off_in_words(off))
         return LocalBackend(decoder, options.max_new_tokens, options.temperature)
     return EndpointBackend.of(
         options.endpoint,

@@ -19,6 +19,7 @@ from shape.generation.loop import Batch, decode
 from shape.generation.prefill import Memory
 from shape.generation.request import Request, Seed
 from shape.generation.rules import Rule, make_rule
+from shape.generation.served import warn_of_slow
 from shape.generation.stats import DecodeStats
 from shape.generation.trace import Trace
 from shape.target.inference import all_steps, each_step, evaluating, gradientless, host_by_default
@@ -78,7 +79,7 @@ class Engine:
         self.graphs = (FixedSteps() if graphs else None) if isinstance(graphs, bool) else graphs
         self._step_costs: dict[tuple[int, bool], StepCosts] = {}  # by batch size, and whether by fixed steps
         self._made_target, self._made_graphs = not isinstance(target, Target), isinstance(graphs, bool)
-        self._closed = False
+        self._closed = self._told = False
 
     @property
     def _networks(self) -> list[nn.Module]:
@@ -110,6 +111,9 @@ class Engine:
                 f"the output embedding of target {self.target.name} is another since this decoder was made, and it may "
                 "have copies of the first; make a new decoder"
             )
+        if request.slow and not self._told:
+            self._told = True
+            warn_of_slow(self.target, request.slow)
         rule = make_rule(acceptance)
         drafter = None if num_draft_tokens == 0 else rule.fit(self.drafter, self.target)
         reproducible = reproducible or not rule.same_for_every_draft

@@ -6,7 +6,7 @@ us stop behind that preparation and take what it made, so that options mean here
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -32,11 +32,20 @@ from transformers.generation import (
     TypicalLogitsWarper,
 )
 
+from shape.data.backends import in_words
 from shape.errors import UnsupportedGeneration
 from shape.generation.prompts import mask_of, prompts_of, seen_prompts, width_of
 from shape.generation.rules import Rule
 from shape.generation.sequence import SequenceState, StopCriteria
-from shape.generation.served import NEUTRAL, merged, refuse, with_stop_strings, without_none, without_stop_strings
+from shape.generation.served import (
+    NEUTRAL,
+    merged,
+    refuse,
+    slow_by_itself,
+    with_stop_strings,
+    without_none,
+    without_stop_strings,
+)
 from shape.target.model import Target
 from shape.target.support import CACHE_NAMES
 from shape.verification.noise import sequence_keys
@@ -123,6 +132,7 @@ class Request:
         samples: sequences per prompt.
         warpers, processors: see ``Sampler``.
         criteria: per sequence, reasons to stop beside length and end tokens; None where there are none.
+        slow: see ``served.slow_by_itself``.
 
     Processors and criteria see the text of a prompt alone as it was given, padding included, as in transformers; that
     of one of several without padding, so that each gets what it gets alone.
@@ -139,6 +149,7 @@ class Request:
     eos_token_ids: tuple[int, ...]
     pad_token_id: int
     device: torch.device
+    slow: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def resolve(
@@ -171,7 +182,8 @@ class Request:
                 _prepare(target, text, here, call.config, {**call.options, **more, **_for_row(call.options, row)})
                 for row, (text, here) in enumerate(zip(seen, there, strict=True))
             ]
-        return cls._of(target, prompts, samples, call.width, new, first, each, seen)
+        request = cls._of(target, prompts, samples, call.width, new, first, each, seen)
+        return replace(request, slow=slow_by_itself(target, first.config, options))
 
     @classmethod
     def of_prepared(cls, target: Target, input_ids: Tensor, inputs: Mapping[str, Any], prepared: Prepared) -> "Request":
@@ -198,14 +210,17 @@ class Request:
         prepared.refuse_own()
         input_ids = input_ids[::samples]
         prompts = prompts_of(target, input_ids, mask_of(input_ids, mask, None, ()), positions)
+        slow = slow_by_itself(target, config, {})
         if len(prompts) * samples > 1 and prepared.looks_back:
+            own = f" (its generation_config has {in_words(slow)})" if slow else ""
             raise UnsupportedGeneration(
-                "options that look at the text so far were prepared for the batch with its padding; give one prompt at "
-                "a time and ask for one sample, or call ShapeDecoder.generate"
+                f"options of target {target.name} that look at the text so far{own} were prepared for the batch with "
+                "its padding; give one prompt at a time and ask for one sample, or call ShapeDecoder.generate"
             )
         new = _new_tokens(target, config, width, max(map(len, prompts)))
         seen = seen_prompts(target, input_ids, prompts) if prepared.looks_back else prompts
-        return cls._of(target, prompts, samples, width, new, prepared, [prepared], seen)
+        request = cls._of(target, prompts, samples, width, new, prepared, [prepared], seen)
+        return replace(request, slow=slow)
 
     @classmethod
     def _of(

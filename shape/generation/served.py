@@ -1,6 +1,7 @@
 """Which of ``generate``'s options are carried out, which change nothing here, and what is refused."""
 
 import inspect
+import warnings
 from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
 
+from shape.data.backends import in_words
 from shape.errors import UnsupportedGeneration
 from shape.generation.prompts import require_tokens
 from shape.target.model import Target
@@ -55,6 +57,21 @@ NEUTRAL_VALUES: dict[str, Any] = {
 }
 
 
+# Options whose processors take the slow way, as they look at the text before a token or ask the host for every token,
+# and with what they do nothing.
+_SLOW: dict[str, Any] = {
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "remove_invalid_values": False,
+    **dict.fromkeys(
+        ("bad_words_ids", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens",
+         "begin_suppress_tokens", "exponential_decay_length_penalty")
+    ),
+}  # fmt: skip
+_SLOW_IN_SAMPLING: dict[str, Any] = {"eta_cutoff": 0.0, "top_h": None}
+
 # Every option of transformers' generate, and what it is where nobody says.
 _KNOWN = GenerationConfig().to_dict() | NEUTRAL_VALUES
 
@@ -73,6 +90,33 @@ def merged(target: Target, generation_config: GenerationConfig | None, options: 
         if config is not None:
             given |= {name: value for name, value in without_none(config.to_dict()).items() if name in _KNOWN}
     return without_none(given | options)
+
+
+def slow_by_itself(target: Target, config: GenerationConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What takes the slow way in a call because the target's generation config says so: options with their values.
+
+    Args:
+        config: what transformers makes of the whole call.
+        given: options that the caller gave by name.
+    """
+    own, slow = target.model.generation_config, _SLOW | (_SLOW_IN_SAMPLING if config.do_sample else {})
+    found = {name: getattr(config, name, None) for name in slow if name not in given}
+    return {
+        name: value
+        for name, value in found.items()
+        if value is not None and value != slow[name] and value == getattr(own, name, None)
+    }
+
+
+def warn_of_slow(target: Target, own: Mapping[str, Any]) -> None:
+    """Says what `slow_by_itself` found: nobody asked for it, and measurements are without."""
+    off = ", ".join(f"{name}={(_SLOW | _SLOW_IN_SAMPLING)[name]!r}" for name in own)
+    warnings.warn(
+        f"the generation_config of target {target.name} has {in_words(own)}, as in its own generate: tokens are chosen "
+        "by transformers' processors, without compiled loops or CUDA graphs, so every step takes longer; "
+        f"{off} switches that off, and answers then differ",
+        stacklevel=5,  # of generate
+    )
 
 
 def refuse(target: Target, given: dict[str, Any]) -> None:

@@ -2,14 +2,17 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import ROOT, save_untrained, write_rows
+from transformers import GenerationConfig
 
 from shape.cli.bench import main, parser
 from shape.errors import ConfigError, DataError
+from shape.evaluation import bench
 from shape.evaluation.bench import load_methods, named_predictors
 from shape.evaluation.options import BenchOptions
 from shape.evaluation.render import render
@@ -302,6 +305,17 @@ def test_methods_without_any_named(tiny_target_folder, capsys):
     assert list(methods) == [*usual, "suffix"] and f"target {target.name}: float32" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="method shape needs a predictor"):
         load_methods(BenchOptions(target=str(tiny_target_folder), methods=["autoregressive", "shape"]))
+
+
+def test_what_is_switched_off_is_announced(tiny_target_folder, tmp_path, monkeypatch):
+    folder, said = shutil.copytree(tiny_target_folder, tmp_path / "target"), []
+    config = GenerationConfig.from_pretrained(folder)
+    config.update(top_p=0.8, do_sample=True)
+    config.save_pretrained(folder)
+    monkeypatch.setattr(bench, "announce", lambda target, more="": said.append(more))
+    for temperature in (0.0, [0.0, 1.0]):
+        load_methods(BenchOptions(target=str(folder), temperature=temperature))
+    assert said == ["", "; switched off of the target's generation_config: top_p=0.8"]
 
 
 def test_by_default_the_shipped_pair_is_measured_greedily():

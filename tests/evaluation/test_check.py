@@ -1,6 +1,7 @@
 """`python -m shape.check`: a report on a target before and after training."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from helpers import predictor, write_rows
 from mtp_targets import write_small
 from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig
 
 from shape.cli.check import main
 from shape.drafters.recipes.pack import Pack, Recipe
@@ -79,6 +81,16 @@ def test_before_training(capsys, questions, tiny_target_folder, tmp_path):
     measured = {one["drafter"]: one for one in report["measured"]}
     assert measured.keys() == {"none", "ngram", "suffix", "lookahead"} and measured["none"]["speed_up"] == 1.0
     assert report["target"]["identity"]["hidden_size"] == 32 and f"--drafter {report['measured'][0]['drafter']}" in out
+
+
+def test_what_is_switched_off_is_told(capsys, questions, tiny_target_folder, tmp_path):
+    folder, file = shutil.copytree(tiny_target_folder, tmp_path / "target"), tmp_path / "report.json"
+    config = GenerationConfig.from_pretrained(folder)
+    config.update(repetition_penalty=1.05)
+    config.save_pretrained(folder)
+    main(short(questions, "--target", str(folder), "--output", str(file), "--drafter", "[ngram]"))
+    assert "switched off of the target's generation_config: repetition_penalty=1.05" in capsys.readouterr().err
+    assert json.loads(file.read_text())["settings"]["switched_off"] == {"repetition_penalty": 1.05}
 
 
 def test_of_a_predictor(capsys, questions, tiny_target, tiny_target_folder, tmp_path):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import GenerationConfig
 
 from eval.ablation.measuring import pooled
 from shape.data.conversations import Prompt
@@ -155,6 +156,17 @@ def test_the_baseline_is_the_stronger_one(results):
     assert results.baseline in ("transformers", "autoregressive") and results.baseline != slower
     assert results.summary[results.baseline].speed_up.value == 1.0
     assert results.summary[slower].speed_up.value < 1.0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_results_say_what_was_switched_off(tiny_target, results, temperature, monkeypatch):
+    """A penalty or a cut that the target's generation config has, and its users' answers with it."""
+    own = GenerationConfig(eos_token_id=2, pad_token_id=0, repetition_penalty=1.05, top_p=0.8, top_k=0, do_sample=True)
+    monkeypatch.setattr(tiny_target.model, "generation_config", own)
+    found = run(tiny_target, {"autoregressive": None}, PROMPTS[:1], temperature=temperature)
+    assert found.settings["switched_off"] == {"repetition_penalty": 1.05} | ({"top_p": 0.8} if temperature else {})
+    assert "switched off of the target's generation_config: repetition_penalty=1.05" in found.to_markdown()
+    assert "switched_off" not in results.settings and "switched off" not in results.to_markdown()
 
 
 def test_json_and_markdown(results):

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import warnings
 from copy import copy
 from pathlib import Path
 
@@ -33,6 +34,51 @@ def test_chat_gives_the_answer_as_text(tiny_target):
     assert decoder.chat("Say something.", max_new_tokens=20) == decoder.chat(messages, max_new_tokens=20)
     with pytest.raises(DataError, match="no tokenizer"):
         ShapeDecoder(Target(tiny_target.model)).chat("Say something.")
+
+
+def test_what_slows_down_and_nobody_asked_for_is_told_once(tiny_model, tiny_tokenizer):
+    """Many instruct models have a penalty in their generation config, which measurements switch off."""
+    model = tiny_model("llama", seed=3, vocab_size=len(tiny_tokenizer))
+    model.generation_config.update(repetition_penalty=1.3, top_h=0.4, suppress_tokens=[7], top_k=5)
+    ids, short = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 3, "do_sample": False}
+    own = {"repetition_penalty": 1.3, "suppress_tokens": [7]}
+    off = {"repetition_penalty": 1.0, "suppress_tokens": None}
+    config, copied = GenerationConfig(**own | {"repetition_penalty": 1.2}, **short), copy(model.generation_config)
+    copied.update(**short)
+
+    def told(ask, options) -> list[str]:
+        decoder = ShapeDecoder(Target(model, tiny_tokenizer, name="tiny"), SuffixDrafter())
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                ask(decoder, options)
+        return [text for one in found if "generation_config" in (text := str(one.message)) and "switches" in text]
+
+    def generates(decoder, options):
+        decoder.generate(ids, **options)
+
+    def as_custom(decoder, options):
+        model.generate(ids, custom_generate=decoder.as_custom_generate(), **options)
+
+    asked = [generates, lambda decoder, options: list(decoder.stream(ids, **options)), as_custom]
+    asked += [lambda decoder, options: decoder.chat("hi", **options), lambda one, options: one.warm_up(**options)]
+    for ask in asked:
+        (text,) = told(ask, short)
+        assert "target tiny has repetition_penalty=1.3, suppress_tokens=[7], as in its own generate" in text
+        assert "repetition_penalty=1.0, suppress_tokens=None switches that off" in text and "top_h" not in text
+        assert told(ask, short | off) == []
+        (text,) = told(ask, short | {"repetition_penalty": 1.2})
+        assert "has suppress_tokens=[7], as" in text
+    (text,) = told(generates, short | {"do_sample": True})
+    assert "top_h=0.4" in text
+    assert told(generates, short | own) == []  # the caller's, though the same
+    assert len(told(generates, {"generation_config": copied})) == 1  # which only holds what the target's has
+    (text,) = told(generates, {"generation_config": config})
+    assert "repetition_penalty" not in text
+    with pytest.raises(
+        UnsupportedGeneration, match=r"its generation_config has repetition_penalty=1.3, .*one prompt at"
+    ):
+        as_custom(ShapeDecoder(model), short | {"num_return_sequences": 2, "do_sample": True})
 
 
 def test_answers_have_a_length_where_nobody_says_one(tiny_target, tiny_model, tiny_tokenizer, monkeypatch):
