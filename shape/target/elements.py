@@ -155,20 +155,23 @@ def attend(dtype: torch.dtype, size: int, rows: int, masked: bool) -> int:
     Arguments: query (B, heads, queries, size) float32, out, out_bytes (of a token), scale's bits, batch, heads (of
     keys), nodes (N, which divides `queries`), queries, now, and where its keys, values, end (how many keys are seen),
     slots per sequence, scratch, scratch_bytes (of a query, for whole vectors) are, and, where it is masked, the mask's
-    address, bytes of a sequence and bytes of a node.
+    address, bytes of a sequence, bytes of a node, and first slot, before which no keys are read.
     """
     names: tuple[str, ...] = ("query", "out", "out_bytes", "scale", "batch", "heads", "nodes", "queries", "now")
-    names += ("keys", "values", "end", "capacity", "scratch", "scratch_bytes", "mask", "mask_batch", "mask_node")
+    names += ("keys", "values", "end", "capacity", "scratch", "scratch_bytes")
+    names += ("mask", "mask_batch", "mask_node", "first") if masked else ()
     width, lanes, module = dtype.itemsize, gcd(size, TILE), ir.Module()
-    code, given = begin(module, "attend", names if masked else names[:15])
+    code, given = begin(module, "attend", names)
     heads, queries, nodes = given["heads"], given["queries"], given["nodes"]
     keys, values, end, capacity, scratch, scratch_bytes = (_now(code, given, name) for name in names[9:15])
-    scale = code.bitcast(code.trunc(given["scale"], I32), F32)
+    scale, step = code.bitcast(code.trunc(given["scale"], I32), F32), code.times(heads, size * width)
     groups = code.udiv(code.plus(queries, rows - 1), I64(rows))
     scratch = code.plus(scratch, code.times(code.function.args[1], scratch_bytes, rows))
     scores = [code.plus(scratch, code.times(scratch_bytes, row)) for row in range(rows)]
     if masked:
-        mask, mask_batch, mask_node = (_now(code, given, name) for name in names[15:])
+        mask, mask_batch, mask_node, first = (_now(code, given, name) for name in names[15:])
+        keys, values = (code.plus(one, code.times(first, step)) for one in (keys, values))
+        end = code.sub(end, first)
     unit, code, done = own_units(code, code.times(given["batch"], heads, groups))
     pair, group = code.udiv(unit, groups), code.urem(unit, groups)
     batch, head = code.udiv(pair, heads), code.urem(pair, heads)
@@ -176,7 +179,6 @@ def attend(dtype: torch.dtype, size: int, rows: int, masked: bool) -> int:
     those = [code.plus(code.times(group, rows), row) for row in range(rows)]
     those = [code.select(code.icmp_unsigned("<", one, last), one, last) for one in those]
     place = code.times(code.plus(code.times(batch, capacity, heads), head), size * width)
-    step = code.times(heads, size * width)
     keys, values = code.plus(keys, place), code.plus(values, place)
     query = [
         code.plus(given["query"], code.times(code.plus(code.times(pair, queries), one), size * 4)) for one in those
@@ -186,9 +188,10 @@ def attend(dtype: torch.dtype, size: int, rows: int, masked: bool) -> int:
         for one in those * masked
     ]
     # What a vector of scores has beyond the last key counts nothing.
-    vectors = code.udiv(scratch_bytes, I64(4 * TILE))
+    vectors = code.udiv(code.plus(end, TILE - 1), I64(TILE))
     for score in scores:
-        code.write(every(float("-inf"), FLOATS), code.plus(score, code.sub(scratch_bytes, I64(4 * TILE))))
+        tail = code.plus(score, code.times(code.sub(vectors, I64(1)), 4 * TILE))
+        code.write(every(float("-inf"), FLOATS), tail)
 
     key, inner, behind = code.counted(end, "keys")
     where = inner.plus(keys, inner.times(key, step))

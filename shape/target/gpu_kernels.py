@@ -395,12 +395,15 @@ def attend(
     """What queries (see ``turn``) find in the cache, (T, heads * D).
 
     Args:
-        mask: (B, 1, N, end), 0 where a node may look; None: at all slots up to its own, for N = 1.
+        mask: (B, 1, N, K), 0 where a node may look among the last K of the ``end`` slots, before which it looks at none;
+            None: at all slots up to its own, for N = 1.
         lengths: (B,) int64: slots in use before these tokens, whatever ``end`` says.
         end: slots that are seen at most.
     """
     batch, kv_heads, capacity, size = keys.shape
     nodes = len(states) // batch
+    if mask is not None and (first := end - mask.shape[-1]) > 0:
+        keys, values, lengths, end = keys[:, :, first:], values[:, :, first:], lengths - first, end - first
     span = max(_SPAN, triton.next_power_of_2(triton.cdiv(end, _MOST_SPANS)))
     spans, rows = triton.cdiv(end, span), nodes * (heads // kv_heads)
     tile = min(_QUERIES, max(_LEAST, triton.next_power_of_2(rows)))

@@ -22,12 +22,15 @@ class LayerShape:
         keys, values: (heads, head size).
         dtype, device: None stands for those of the target's states, so that a target that is moved takes its cache
             along; layers that accelerate spreads over devices have their own.
+        sliding_window: tokens that the layer looks back over, its own included, where its cache hands to attention
+            those that new tokens reach alone; None where it hands over all.
     """
 
     keys: tuple[int, int]
     values: tuple[int, int]
     dtype: torch.dtype | None = None
     device: torch.device | None = None
+    sliding_window: int | None = None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
 """The KV cache: one allocation for all layers, sequences of unequal length, commits that move only accepted states.
 
-Attention sees slots ``[0, max(lengths) + N)``; the mask decides per sequence. ``lengths`` alone says how much is
-committed: what lies beyond is overwritten by the next step, so rejecting a draft costs nothing.
+Attention sees slots ``[0, max(lengths) + N)``, in layers with a sliding window those from the first on that any
+sequence's new tokens reach; the mask decides per sequence. ``lengths`` alone says how much is committed: what lies
+beyond is overwritten by the next step, so rejecting a draft costs nothing. Nothing is forgotten either: slots that a
+window has left are kept, since a session may go back to them.
 """
 
 from collections import Counter
@@ -39,7 +41,7 @@ class Slots:
     Attributes:
         capacity: slots per sequence.
         lengths: (B,) int64, committed slots per sequence; ``host_lengths`` are the same numbers on the host.
-        longest: the largest of these. uniform: whether all are equal.
+        longest: the largest of these. shortest: the smallest. uniform: whether all are equal.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
@@ -47,15 +49,19 @@ class Slots:
 
     def set(self, lengths: list[int]) -> None:
         self.host_lengths = lengths
-        self.longest = max(lengths)
-        self.uniform = min(lengths) == self.longest
+        self.shortest, self.longest = min(lengths), max(lengths)
+        self.uniform = self.shortest == self.longest
         self.lengths = of_lists(lengths, self.device)
         self._next: dict[tuple[int, torch.device], Tensor] = {}
 
     def see(self, slots: int, new: int) -> None:
         """Let attention see so many, whatever ``lengths`` says, when ``new`` tokens per sequence come."""
-        self.longest, self.uniform = slots - new, False
+        self.shortest, self.longest, self.uniform = 0, slots - new, False
         self._next = {}
+
+    def first(self, window: int | None) -> int:
+        """The first slot that new tokens reach within a window of so many tokens, in any sequence; 0 without one."""
+        return 0 if window is None else max(0, self.shortest - window + 1)
 
     def next(self, new: int, device: torch.device) -> Tensor:
         """(B * new,) int64, where the next tokens go if the sequences' slots lie one behind the other."""
@@ -75,15 +81,16 @@ class KVCacheLayer(CacheLayerMixin):
     Attributes:
         in_place: whether others may write where ``slots`` says, and attend to what lies there: not where ``update``
             transforms it.
+        is_sliding, sliding_window: under the names of transformers' own layers, which its masks ask for.
     """
 
-    is_sliding = False
     keys: Tensor
     values: Tensor
 
-    def __init__(self, slots: Slots, keys: Tensor, values: Tensor) -> None:
+    def __init__(self, slots: Slots, keys: Tensor, values: Tensor, sliding_window: int | None = None) -> None:
         super().__init__()
         self.slots, self.keys, self.values = slots, keys, values
+        self.is_sliding, self.sliding_window = sliding_window is not None, sliding_window
         self.is_initialized = True
         whole = all(held.transpose(1, 2).is_contiguous() for held in (keys, values))
         self.in_place = whole and type(self).update is KVCacheLayer.update
@@ -92,9 +99,11 @@ class KVCacheLayer(CacheLayerMixin):
         """Nothing to do: the cache is allocated as a whole."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Write (B, heads, N, D) states behind each sequence's committed ones and return all slots in use."""
+        """Write (B, heads, N, D) states behind each sequence's committed ones and return the slots in use, all of
+        them or those that the layer's window reaches.
+        """
         slots, new = self.slots, key_states.shape[2]
-        end = slots.longest + new
+        first, end = slots.first(self.sliding_window), slots.longest + new
         for held, states in ((self.keys, key_states), (self.values, value_states)):
             states = states.to(held.dtype)  # which autocast may have made others
             if slots.uniform:
@@ -103,10 +112,12 @@ class KVCacheLayer(CacheLayerMixin):
                 held.transpose(1, 2).flatten(0, 1).index_copy_(
                     0, slots.next(new, held.device), states.transpose(1, 2).flatten(0, 1)
                 )
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        return self.keys[:, :, first:end], self.values[:, :, first:end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.slots.longest + query_length, 0
+        """How many slots ``update`` gives, and which is the first."""
+        first = self.slots.first(self.sliding_window)
+        return self.slots.longest + query_length - first, first
 
     def get_seq_length(self) -> int:
         return self.slots.longest
@@ -130,11 +141,13 @@ class KVCache(Cache):
     """
 
     checked_by: Any = None
+    _windows: frozenset[int | None] = frozenset()
 
     def __init__(
         self, shapes: list[LayerShape], batch: int, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.shapes, self.device = shapes, device
+        self._windows = frozenset(shape.sliding_window for shape in shapes)
         self.slots = Slots(capacity, device)
         self._groups = grouped(shapes, dtype, device)
         self.dtype = self._groups[0][0].dtype
@@ -178,12 +191,15 @@ class KVCache(Cache):
         """``layers``, by their own type."""
         return cast(list[KVCacheLayer], self.layers)
 
+    def first(self, window: int | None) -> int:
+        """The first slot that the next forward's attention sees in layers with this window."""
+        return self.slots.first(window) if window in self._windows else 0
+
     def _views(self) -> Iterator[CacheLayerMixin]:
         unused = {group: iter(storage) for group, storage in self._storage.items()}
-        return (
-            KVCacheLayer(self.slots, next(unused[keys]).transpose(1, 2), next(unused[values]).transpose(1, 2))
-            for keys, values in self._groups
-        )
+        for (keys, values), shape in zip(self._groups, self.shapes, strict=True):
+            held = next(unused[keys]).transpose(1, 2), next(unused[values]).transpose(1, 2)
+            yield KVCacheLayer(self.slots, *held, shape.sliding_window)
 
     def reserve(self, new: int) -> None:
         """Make room for ``new`` slots behind the longest sequence."""

@@ -154,12 +154,22 @@ def tree_inputs(
     if single or support.mode == "chain":  # the model's own causal mask; without another its fastest kernels apply
         positions = cache.lengths[:, None] if tree.size == 1 else cache.lengths[:, None] + tree.depth
     else:
-        given = tree, cache.lengths, cache.longest + tree.size, cache.dtype
-        positions, masks = positions_and_mask(*given, support.sliding_window)
+        positions, masks = _within(support.sliding_window, cache, tree)
         if support.mask_by_layer_type:
-            masks = {"full_attention": positions_and_mask(*given, None)[1], "sliding_attention": masks}
+            masks = {"full_attention": _within(None, cache, tree)[1], "sliding_attention": masks}
     limit = support.positions or target.max_positions
     if limit is not None and cache.longest + tree.size > limit:
         # Nodes past the last position cannot be emitted any more, but must not index out of a position table.
         positions = positions.clamp(max=limit - 1)
     return positions, masks
+
+
+def _within(window: int | None, cache: KVCache, tree: TokenTree) -> tuple[Tensor, Tensor]:
+    """``positions_and_mask`` of a tree, for the slots that layers with this window see."""
+    first = cache.first(window)
+    if first == 0:
+        return positions_and_mask(tree, cache.lengths, cache.longest + tree.size, cache.dtype, window)
+    # Only distances count, so that the slots before the first one may be taken off all lengths.
+    seen = cache.lengths - first, cache.longest + tree.size - first
+    positions, mask = positions_and_mask(tree, *seen, cache.dtype, window)
+    return positions + first, mask

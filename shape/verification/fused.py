@@ -139,7 +139,7 @@ class FusedLayers:
         states, (B, N, V), where that is asked for and it is in the kernels' blocks.
 
         Args:
-            mask: (B, 1, N, K) in the target's dtype, one for all layers or one for each kind.
+            mask: (B, 1, N, K) in the target's dtype, one for all layers or one for each kind, of the last K slots.
             cache: a ``shape.verification.cache.KVCache``, behind which tokens can go (``goes_behind``).
         """
         batch, nodes = input_ids.shape

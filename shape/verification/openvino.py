@@ -4,6 +4,7 @@ New keys and values are appended behind all others, in place. What is committed 
 the table, masks hide the slots that are not in it, and no key or value moves until most slots are such.
 """
 
+from dataclasses import replace
 from typing import Any
 from weakref import finalize
 
@@ -26,7 +27,9 @@ class OpenVinoCache(KVCache):
     """
 
     def __init__(self, target: OpenVinoTarget, support: Support, batch: int) -> None:
-        super().__init__(support.layers, batch, 0, target.dtype, target.device)
+        # Its attention sees all slots, whatever a layer's window is.
+        whole = [replace(shape, sliding_window=None) for shape in support.layers]
+        super().__init__(whole, batch, 0, target.dtype, target.device)
         self.written = 0
         self._rows = np.arange(batch, dtype=np.int32)  # of the state, where each sequence goes on
         self._table = np.zeros((batch, 0), np.int64)  # slots of the committed tokens, then of the last forward's

@@ -141,6 +141,13 @@ def _sliding_window(target: Target) -> tuple[int | None, bool]:
     return window, window is not None and len(kinds) > 1
 
 
+def _windows_of(target: Target, layers: list[Any]) -> list[int | None]:
+    """Of every layer of transformers' cache the window that it drops older tokens by, where a mask can be cut alike."""
+    window, by_type = _sliding_window(target)
+    found = [window if layer.is_sliding and layer.sliding_window == window else None for layer in layers]
+    return found if by_type or None not in found else [None] * len(found)  # layers that are not alike need two masks
+
+
 def _has_grouped_queries(target: Target, layers: list[LayerShape]) -> bool:
     """Whether several query heads share a key head, in a model that lets its attention function be chosen."""
     heads = getattr(target.config, "num_attention_heads", 0)
@@ -157,8 +164,8 @@ def _cache_shapes(target: Target, prompt: Tensor) -> tuple[list[LayerShape], flo
     noise = relative_error(torch.cat(states, dim=1), target.hidden(prompt))
     if any(isinstance(layer, RECURRENT) for layer in cache.layers):
         return [], 0.0  # of some the cached forward begins anew, which is no noise
-    shapes = []
-    for layer in holding(cache):
+    shapes, held = [], holding(cache)
+    for layer, window in zip(held, _windows_of(target, held), strict=True):
         if not isinstance(layer, DynamicLayer) or layer.keys is None or layer.values is None:
             raise UnsupportedTarget(
                 f"target {target.name} keeps a recurrent or shared state ({type(layer).__name__}) that cannot be "
@@ -171,6 +178,7 @@ def _cache_shapes(target: Target, prompt: Tensor) -> tuple[list[LayerShape], flo
                 (values.shape[1], values.shape[3]),
                 None if keys.dtype == target.dtype else keys.dtype,
                 None if keys.device == target.device else keys.device,
+                window,
             )
         )
     return shapes, noise

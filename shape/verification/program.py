@@ -24,6 +24,7 @@ ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_pro
 # Places of what changes from call to call.
 _END, _CAPACITY, _SCRATCH, _SCRATCH_BYTES, _LENGTHS, _BETWEEN, _TABLE, _LAST, _NUMBERS = range(9)
 _COSINES, _SINES, _POSITIONS, _MASKS = range(9, 13)
+_OF_A_MASK = 4  # numbers: address, bytes of a sequence, bytes of a node, first slot
 
 
 class Layer(NamedTuple):
@@ -76,7 +77,7 @@ class Forward:
         self._query = torch.empty(tokens, of.heads, of.size, dtype=torch.float32)
         self._attended, self._scratch = self._new(tokens, of.heads * of.size), torch.empty(0, dtype=torch.float32)
         self._rows = 0  # queries that a thread takes at a time
-        self._keys = _MASKS + 3 * len(of.kinds)
+        self._keys = _MASKS + _OF_A_MASK * len(of.kinds)
         self._values = self._keys + len(of.layers)
         self._now = torch.zeros(self._values + len(of.layers), dtype=torch.int64)
         self._out = torch.empty(tokens, len(layers) * width, dtype=self._dtype, device="meta")
@@ -144,7 +145,7 @@ class Forward:
         Args:
             x: embeddings of the tokens.
             end: slots of a sequence that are seen; tokens go into the first ones behind the committed ones.
-            masks: by kind of attention.
+            masks: by kind of attention, (B, 1, N, K) of the last K of these slots; those before are not read.
         """
         states, logits = torch.empty(*self._shape, self._out.shape[1], dtype=self._dtype), None
         for offset, places in self._out_places:
@@ -180,7 +181,10 @@ class Forward:
         now += map(Tensor.data_ptr, turns)
         size = self._dtype.itemsize
         for mask in masks:
-            now += (0, 0, 0) if mask is None else (mask.data_ptr(), mask.stride(0) * size, mask.stride(2) * size)
+            if mask is None:
+                now += (0,) * _OF_A_MASK
+            else:
+                now += (mask.data_ptr(), mask.stride(0) * size, mask.stride(2) * size, end - mask.shape[-1])
         now += [layer.keys.data_ptr() for layer in cache.layers]
         now += [layer.values.data_ptr() for layer in cache.layers]
         self._now.numpy()[:] = now
@@ -225,13 +229,13 @@ class Forward:
         self._keep(layer, number, k, v)
         queries = of.heads // of.kv_heads * nodes
         self._rows = elements.queries_at_a_time(queries)
-        mask = _MASKS + 3 * of.kinds.index(layer.kind)
+        mask = _MASKS + _OF_A_MASK * of.kinds.index(layer.kind)
         self._program.add(
             elements.attend(self._dtype, of.size, self._rows, self._masked),
             *(self._query, self._attended, row_bytes(self._attended), bits(of.scale)),
             *(batch, of.kv_heads, nodes, queries),
             *(self._now, self._keys + number, self._values + number, _END, _CAPACITY, _SCRATCH, _SCRATCH_BYTES),
-            *((mask, mask + 1, mask + 2) if self._masked else ()),
+            *(range(mask, mask + _OF_A_MASK) if self._masked else ()),
         )
         self._program.wait()
 

@@ -32,14 +32,17 @@ class PretendedLayer(KVCacheLayer):
     """Behind pretended tokens; new ones are not kept."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return torch.cat([self.keys, key_states], dim=2), torch.cat([self.values, value_states], dim=2)
+        first, held = self.slots.first(self.sliding_window), ((self.keys, key_states), (self.values, value_states))
+        keys, values = (torch.cat([old[:, :, first:], new], dim=2) for old, new in held)
+        return keys, values
 
 
 class PretendedCache(KVCache):
     """As if a text of ``length`` tokens were committed, before ``new`` ones.
 
     Args:
-        cropped: forget what transformers' own cache drops, which then is not loud any more.
+        cropped: forget what transformers' own cache drops, which then is not loud any more. Attention sees all slots
+            then: what hides the others is the model's own mask.
     """
 
     def __init__(self, target: Target, shapes: list[LayerShape], length: int, new: int, cropped: bool = False) -> None:
@@ -53,7 +56,7 @@ class PretendedCache(KVCache):
         contents: dict[tuple[Group, Group, int], tuple[Tensor, Tensor]] = {}
         self.layers = []
         stock = holding(DynamicCache(config=target.model.config))
-        for own, (keys, group) in zip(stock, self._groups, strict=True):
+        for own, (keys, group), shape in zip(stock, self._groups, shapes, strict=True):
             dropped = max(0, length + 1 - own.sliding_window) if cropped and own.is_sliding else 0
             if (keys, group, dropped) not in contents:
                 # All keys are 0, so that no token is looked at more than others.
@@ -62,7 +65,8 @@ class PretendedCache(KVCache):
                 values *= volume
                 values[:, :, :dropped] = 0
                 contents[keys, group, dropped] = zeros, values.to(group.device, group.dtype)
-            self.layers.append(PretendedLayer(self.slots, *contents[keys, group, dropped]))
+            held, window = contents[keys, group, dropped], None if cropped else shape.sliding_window
+            self.layers.append(PretendedLayer(self.slots, *held, window))
 
 
 def holding(cache: DynamicCache) -> list[Any]:

@@ -119,23 +119,27 @@ def test_heads_are_turned_as_llama_turns_them(dtype, size):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("shared", "groups", "nodes", "masked"), [(2, 3, 7, True), (4, 1, 1, False), (1, 4, 1, True)])
-@pytest.mark.parametrize("end", [1, 16, 37])
-def test_attention_is_that_of_the_keys_that_are_seen(dtype, size, shared, groups, nodes, masked, end):
+@pytest.mark.parametrize(("first", "end"), [(0, 1), (0, 16), (0, 37), (5, 37), (20, 37)])
+def test_attention_is_that_of_the_keys_that_are_seen(dtype, size, shared, groups, nodes, masked, first, end):
+    """Those before a mask's first slot are not read: they are no numbers here."""
+    first *= masked
     batch, slots, heads, queries = 2, 40, shared * groups, groups * nodes
     query = numbers(dtype, batch, heads, nodes, size)
     keys, values = (numbers(dtype, batch, slots, shared, size, seed=seed) for seed in (1, 2))
-    mask = torch.where(numbers(torch.float32, batch, 1, nodes, end + 3, seed=3) < -0.5, torch.finfo(dtype).min, 0.0)
-    mask = mask.to(dtype)[..., :end]
+    for one in (keys, values):
+        one[:, :first] = torch.nan
+    mask = numbers(torch.float32, batch, 1, nodes, end - first + 3, seed=3)
+    mask = torch.where(mask < -0.5, torch.finfo(dtype).min, 0.0).to(dtype)[..., : end - first]
     mask[..., 0] = 0
     rows = elements.queries_at_a_time(queries)
     scratch = torch.full((torch.get_num_threads() * rows * 48,), torch.nan)
     scores = -(-end // 16) * 64
     now = [keys.data_ptr(), values.data_ptr(), end, slots, scratch.data_ptr(), scores]
-    now += [mask.data_ptr(), mask.stride(0) * mask.itemsize, mask.stride(2) * mask.itemsize]
+    now += [mask.data_ptr(), mask.stride(0) * mask.itemsize, mask.stride(2) * mask.itemsize, first]
     found, wide = torch.zeros(batch, nodes, heads, size, dtype=dtype), query.float()
     given = (wide, found, heads * size * found.itemsize, bits(0.3), batch, shared, nodes, queries, torch.tensor(now))
-    run(elements.attend(dtype, size, rows, masked), *given, *range(9 if masked else 6))
-    seen = [one[:, :end].transpose(1, 2).double() for one in (keys, values)]
+    run(elements.attend(dtype, size, rows, masked), *given, *range(10 if masked else 6))
+    seen = [one[:, first:end].transpose(1, 2).double() for one in (keys, values)]
     given_mask = mask.double() if masked else None
     expected = F.scaled_dot_product_attention(query.double(), *seen, given_mask, scale=0.3, enable_gqa=True)
     near = {torch.float32: 1e-5, torch.bfloat16: 2**-6}[dtype]
