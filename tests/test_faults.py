@@ -12,7 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_runs import CONVERSATIONS, arguments, command, extraction_trainer, write_conversations
+from training_runs import (
+    CONVERSATIONS,
+    arguments,
+    command,
+    extraction_trainer,
+    require_the_same_end,
+    write_conversations,
+)
 
 from shape.cli.train import main
 from shape.errors import DiskSpaceError, FeatureStoreError
@@ -51,10 +58,6 @@ def flip(path: Path, at: float = 0.5) -> None:
     path.write_bytes(content)
 
 
-def same_weights(mine: Path, theirs: Path) -> bool:
-    return (mine / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
-
-
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
     """Writing behind so many bytes of a file fails in the middle, as on a full disk."""
@@ -77,7 +80,7 @@ def test_damaged_shards_are_noticed_and_computed_again(undisturbed, copy, tiny_t
     assert f"{shard.name} of {copy / 'features'} is damaged" in capsys.readouterr().out
     for each in (cut, shard):
         assert each.read_bytes() == (undisturbed / "features" / each.name).read_bytes()
-    assert same_weights(copy, undisturbed)
+    require_the_same_end(copy, undisturbed)
 
 
 def test_a_disk_that_fills_up_keeps_finished_shards(tiny_target, tmp_path):
@@ -125,7 +128,7 @@ def test_a_damaged_checkpoint_leaves_the_one_before(undisturbed, copy, tiny_targ
     flip(copy / "checkpoints/last.ckpt")
     main(arguments(tiny_target_folder, data, copy, *SHORT, "--ckpt_path=last"))
     assert "going on from the one before" in capsys.readouterr().out
-    assert same_weights(copy, undisturbed)
+    require_the_same_end(copy, undisturbed)
 
 
 def test_without_a_sound_checkpoint_training_says_so(copy, tiny_target_folder, data, refused):
@@ -148,7 +151,7 @@ def test_a_disk_that_fills_up_keeps_the_checkpoint(copy, undisturbed, tiny_targe
     assert torch.load(sound_checkpoint(last), weights_only=True)["global_step"] == 21
     assert not list(last.parent.glob(".*.tmp"))
     main(arguments(tiny_target_folder, data, copy, *SHORT, "--ckpt_path=last"))
-    assert same_weights(copy, undisturbed)
+    require_the_same_end(copy, undisturbed)
 
 
 def test_a_checkpoint_is_never_alone_once_there_were_two(tmp_path):
@@ -183,7 +186,7 @@ def test_a_loss_that_is_no_number_stops_the_run(undisturbed, copy, tiny_target_f
     main([*options, "--training.checkpoint_every=1", "--ckpt_path=last"])
     whole = copy.with_name("whole")
     main(arguments(tiny_target_folder, data, whole, "--training.batch_size=4", "--training.steps=12"))
-    assert same_weights(copy, whole)
+    require_the_same_end(copy, whole)
 
 
 # ------------------------------------------------------------------------------------------------- processes

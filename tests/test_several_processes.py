@@ -103,8 +103,10 @@ def test_a_run_goes_on_with_another_number_of_processes(options, tmp_path, netwo
         more = [f"--training.steps={steps}", *(["--ckpt_path=last"] if number else [])]
         said = launch(str(ROOT / "train/torchrun.sh"), str(processes), *given, f"--output={several}", *more)
         assert processes == 1 or f"MEMBER: {processes}/{processes}" in said
-        assert reached(several) == steps
+        assert reached(several) == steps and said.count("the predictor is in") == 1
     require_the_same_steps(several, one)
+    for shard in (one / "features").glob("[!.]*"):  # none where it is computed online
+        assert (several / "features" / shard.name).read_bytes() == shard.read_bytes()
 
 
 @pytest.mark.slow

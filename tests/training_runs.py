@@ -199,6 +199,21 @@ def arguments(target: Path, data: Path, output: Path, *more: str) -> list[str]:
     return [*(f"--{name}={value}" for name, value in options.items()), *more]
 
 
+def ended(output: Path) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """Of the last checkpoint: its weights, and the steps after which was validated."""
+    saved = torch.load(output / "checkpoints/last.ckpt", weights_only=True)
+    (history,) = (state["history"] for key, state in saved["callbacks"].items() if "DecodingValidation" in key)
+    return saved["state_dict"], [entry["step"] for entry in history]
+
+
+def require_the_same_end(mine: Path, theirs: Path) -> None:
+    """Of two runs, bit for bit: what training ended in, and what it exports, which may be of a much earlier step."""
+    (weights, validated), (expected, wanted) = ended(mine), ended(theirs)
+    assert validated == wanted and weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
+    assert (mine / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
+
+
 def command(*parts: str) -> subprocess.Popen:
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     return subprocess.Popen(
