@@ -1,9 +1,12 @@
-"""Decoding of three tokens by enumeration: every tree that can be drawn, and every end that it can have."""
+"""Decoding of three tokens by enumeration: every tree that can be drawn, and every end that it can have; and whether
+samples follow a distribution that is known.
+"""
 
 from itertools import permutations, product
 from math import prod
 
 import torch
+from scipy.stats import chi2
 
 from shape.verification.acceptance import stop_chances
 from shape.verification.tree import TokenTree
@@ -99,3 +102,18 @@ def joint_of_three(p, trees, q=None, given=None) -> tuple[dict[tuple[int, ...], 
 def assert_exact(p, output) -> None:
     for text, chance in output.items():
         assert abs(chance - float(p[()][text[0]] * p[text[:1]][text[1]] * p[text[:2]][text[2]])) < 1e-12
+
+
+def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
+    """The statistic of samples, as a share of its 1 - 1e-6 quantile: below 1 but for a false alarm in a million.
+
+    What is impossible must not have come at all; what is expected fewer than five times is counted as one.
+    """
+    assert counts.sum() > 0, "nothing was seen"
+    assert not counts[expected == 0].any(), "tokens of probability 0"
+    rare = (expected > 0) & (expected < 5)
+    counts, expected = (
+        torch.cat([one[expected >= 5], one[rare].sum()[None][: int(rare.any())]]) for one in (counts, expected)
+    )
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    return statistic / chi2.ppf(1 - 1e-6, max(len(expected) - 1, 1))

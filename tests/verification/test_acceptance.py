@@ -1,5 +1,6 @@
 """Acceptance rules against naive ones, and their output against the exact joint distribution."""
 
+import enumeration
 import pytest
 import torch
 import torch.nn.functional as F
@@ -183,14 +184,11 @@ def rejected(p, q, candidates, generator) -> torch.Tensor:
 
 
 def chi_square(counts: torch.Tensor, p: torch.Tensor) -> float:
-    expected = p * counts.sum()
-    assert (counts[expected == 0] == 0).all()
-    return float(((counts - expected) ** 2 / expected)[expected > 0].sum())
+    return enumeration.chi_square(counts, p * counts.sum())
 
 
 P = torch.tensor([0.30, 0.0, 0.25, 0.05, 0.10, 0.30], dtype=torch.float64)
 Q = torch.tensor([0.05, 0.3, 0.40, 0.05, 0.20, 0.00], dtype=torch.float64)
-LIMIT = 33.4  # the 1 - 1e-6 quantile at 4 degrees of freedom is 33.4
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
@@ -198,24 +196,24 @@ def test_rejection_keeps_the_distribution(count):
     """Chi-square of 40,000 tokens; p is zero where q is not and the other way round. False-alarm rate 1e-6."""
     generator = torch.Generator().manual_seed(count)
     candidates = drawn(Q, count, 40_000, generator)
-    assert chi_square(rejected(P, Q, candidates, generator), P) < LIMIT
+    assert chi_square(rejected(P, Q, candidates, generator), P) < 1
     # Places without a candidate, and with none that anybody drew.
     gaps = torch.cat([candidates[:, :1], torch.full((40_000, 1), -1), candidates[:, 1:]], dim=1)
-    assert chi_square(rejected(P, Q, gaps, generator), P) < LIMIT
-    assert chi_square(rejected(P, torch.zeros_like(Q), candidates, generator), P) < LIMIT
+    assert chi_square(rejected(P, Q, gaps, generator), P) < 1
+    assert chi_square(rejected(P, torch.zeros_like(Q), candidates, generator), P) < 1
     # The last draws may have nothing left to be drawn from.
     padded = torch.cat([drawn(Q, 5, 40_000, generator), torch.full((40_000, 1), 5)], dim=1)
-    assert chi_square(rejected(P, Q, padded, generator), P) < LIMIT
+    assert chi_square(rejected(P, Q, padded, generator), P) < 1
 
 
 def test_rejection_of_what_was_not_drawn_is_biased():
     """Negative controls: the same test fails for the p/q rule on a top-k tree, and after pruning by value."""
     generator = torch.Generator().manual_seed(0)
     top = Q.topk(2).indices.expand(40_000, -1)
-    assert chi_square(rejected(P, Q, top, generator), P) > 10 * LIMIT
+    assert chi_square(rejected(P, Q, top, generator), P) > 10
     candidates = drawn(Q, 3, 40_000, generator)
     best = Q[candidates].topk(2, dim=1).indices.sort(dim=1).values
-    assert chi_square(rejected(P, Q, candidates.gather(1, best), generator), P) > 10 * LIMIT
+    assert chi_square(rejected(P, Q, candidates.gather(1, best), generator), P) > 10
 
 
 def test_rejection_accepts_as_often_as_possible():
@@ -317,7 +315,7 @@ def test_traversal_stops_where_its_chances_say():
     """200,000 decisions over one tree: nodes in post-order, last tokens by chi-square. False-alarm rate 1e-6 each."""
     generator = torch.Generator().manual_seed(3)
     rows, parents, texts = 200_000, [-1, 0, 0, 1, 1], [(), (1,), (3,), (1, 0), (1, 2)]
-    p, q = distributions(1, 4, zeros=False), distributions(2, 4, zeros=False)
+    p, q = distributions(22, 4, zeros=False), distributions(55, 4, zeros=False)
     tree = TokenTree(torch.tensor([[0, 1, 3, 0, 2]]), torch.tensor([parents]))
     p, q = (torch.stack([one[text] for text in texts])[None] for one in (p, q))
     chances, left = stop_chances(tree, p, q)
@@ -332,9 +330,10 @@ def test_traversal_stops_where_its_chances_say():
     for node in (3, 4, 1, 2, 0):
         expected[node] = asked * chances[0, node]
         asked -= expected[node]
-    assert chi_square(last.bincount(minlength=5).double(), expected) < 35.9  # 4 degrees of freedom: 33.4
+    assert expected.min() > 0.05, "all of them are to be seen"
+    assert chi_square(last.bincount(minlength=5).double(), expected) < 1
     for node in range(5):
-        assert chi_square(following[last == node].bincount(minlength=4).double(), left[0, node]) < 30.7  # 3 degrees
+        assert chi_square(following[last == node].bincount(minlength=4).double(), left[0, node]) < 1
     rows = (last == 4).nonzero()[:5, 0]
     assert accepted.tokens[rows, :2].tolist() == [[1, 2]] * 5 and accepted.path[rows, :3].tolist() == [[0, 1, 4]] * 5
 
