@@ -120,11 +120,14 @@ class TrainerOptions:
 
     def _chosen_strategy(self) -> Any:
         """What Lightning takes for the name."""
-        if self.strategy != "fsdp":
-            return self.strategy
-        from pytorch_lightning.strategies import ModelParallelStrategy
+        from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
 
-        return ModelParallelStrategy(self.processes, tensor_parallel_size=1, save_distributed_checkpoint=False)
+        match self.strategy:
+            case "ddp":  # which would hold gradients twice
+                return DDPStrategy(gradient_as_bucket_view=True)
+            case "fsdp":
+                return ModelParallelStrategy(self.processes, tensor_parallel_size=1, save_distributed_checkpoint=False)
+        return self.strategy
 
     def for_extraction(self) -> "pl.Trainer":
         """A Trainer for `extract`. No inference mode: its tensors could not be used in training afterwards."""
