@@ -395,8 +395,8 @@ def attend(
     """What queries (see ``turn``) find in the cache, (T, heads * D).
 
     Args:
-        mask: (B, 1, N, K), 0 where a node may look among the last K of the ``end`` slots, of others at none; None: at
-            all slots up to its own, for N = 1.
+        mask: (B, 1, N, K), 0 where a node may look, for the last K of the ``end`` slots: it looks at none before these.
+            None: at all slots up to its own, for N = 1.
         lengths: (B,) int64: slots in use before these tokens, whatever ``end`` says.
         end: slots that are seen at most.
     """
