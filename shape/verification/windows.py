@@ -65,8 +65,8 @@ class PretendedCache(KVCache):
                 values *= volume
                 values[:, :, :dropped] = 0
                 contents[keys, group, dropped] = zeros, values.to(group.device, group.dtype)
-            held, window = contents[keys, group, dropped], None if cropped else shape.sliding_window
-            self.layers.append(PretendedLayer(self.slots, *held, window))
+            held, reach = contents[keys, group, dropped], None if cropped else shape.sliding_window
+            self.layers.append(PretendedLayer(self.slots, *held, reach))
 
 
 def holding(cache: DynamicCache) -> list[Any]:

@@ -86,7 +86,7 @@ def test_states_of_trees_are_those_of_whole_texts(kind, fused):
     assert isinstance(support.fused, FusedLayers) or not fused
     assert support.mode == "tree" and support.sliding_window == 16
     ids, drafts = torch.randint(3, 64, (2, 3, 150), generator=torch.Generator().manual_seed(1))
-    lengths = [150, 9, 70]
+    lengths = [150, 40, 70]
     support = support if fused else replace(support, fused=None)
     cache = new_cache(target, support, 3, 170)
     prefill(target, cache, ids, lengths, portion=40, support=support)
