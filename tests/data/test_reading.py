@@ -430,7 +430,9 @@ def test_prompts(tmp_path):
 
 
 def test_prompts_at_hand(shared):
-    for path in sorted((shared / "prompts").glob("*.jsonl")):
+    paths = sorted((shared / "prompts").glob("*.jsonl"))
+    assert paths
+    for path in paths:
         prompts = load_prompts(path)
         assert len(prompts) >= 80 and all(p.category and p.turns[0] == p.messages[-1].content for p in prompts)
 

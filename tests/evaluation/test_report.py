@@ -249,7 +249,9 @@ def test_what_is_missing_is_named_with_its_command():
 
 
 def test_committed_results_of_before_are_shown():
-    for source in find(RESULTS / "shipped"):
+    sources = find(RESULTS / "shipped")
+    assert sources
+    for source in sources:
         titles = [plot.title for plot in plots_of(source)]
         assert titles[0] == "Speed-up by method" and "Where the time goes" in titles
 

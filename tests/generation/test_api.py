@@ -164,9 +164,11 @@ def test_what_nobody_knows_of_a_configuration_is_ignored(tiny_model):
 def test_autocast_behind_texts_of_unequal_length(tiny_model):
     model, ids = tiny_model("llama", torch.float32), torch.tensor([[5, 6, 7, 5, 6], [0, 0, 8, 9, 8]])
     mask = (ids > 0).long()
+    options = {"max_new_tokens": 20, "pad_token_id": 0}
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = ShapeDecoder(model, SuffixDrafter()).generate(ids, mask, max_new_tokens=20, pad_token_id=0)
-    assert out.shape[1] > 5
+        out = ShapeDecoder(model, SuffixDrafter()).generate(ids, mask, **options)
+        expected = ShapeDecoder(model).generate(ids, mask, **options)
+    assert torch.equal(out, expected) and out.shape[1] > 5
 
 
 def test_messages_for_a_target_without_a_template(tiny_model, tiny_tokenizer):

@@ -206,18 +206,27 @@ def test_a_new_run_sets_older_checkpoints_aside(trained, tiny_target_folder, dat
 
 def test_a_run_may_start_from_the_predictor_that_it_replaces(trained, tiny_target_folder, data, tmp_path):
     output = Path(shutil.copytree(trained, tmp_path / "again"))
-    more = [f"--init={output}", "--training.steps=2"]
+    more = [f"--init={output}", "--training.steps=2", "--training.learning_rate=1e-12"]
     main(arguments(tiny_target_folder, data, output, *more))
     main(arguments(tiny_target_folder, data, output, *more, "--ckpt_path=last"))
+    # Which it starts with, and hardly leaves.
+    before, after = (load_file(folder / "model.safetensors") for folder in (trained, output))
+    assert all(torch.allclose(after[name], weight, rtol=1e-6, atol=1e-9) for name, weight in before.items())
+    records = [
+        json.loads((folder / "config.json").read_text())["training"]["validation"] for folder in (trained, output)
+    ]
+    assert records[1] == {**records[0], "step": 0}
 
 
 def test_a_checkpoint_of_a_version_with_fewer_options_is_resumed(trained, tiny_target_folder, data, tmp_path):
     output = Path(shutil.copytree(trained, tmp_path / "again"))
     last = output / "checkpoints/last.ckpt"
-    saved = torch.load(last, weights_only=True)
+    saved = torch.load(last.with_name("last.before.ckpt"), weights_only=True)
+    assert saved["global_step"] == 56
     del saved["shape"]["recipe"]["predictor"]["conv_kernel_size"]
     torch.save(saved, last)
     main(arguments(tiny_target_folder, data, output, "--ckpt_path=last"))
+    require_the_same_end(output, trained)
 
 
 def test_fewer_steps_than_are_done_are_refused(trained, tiny_target_folder, data, tmp_path, refused):
