@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, processors
@@ -40,6 +41,7 @@ from shape.networks.transport import Plan
 from shape.target.model import Target
 from shape.verification.noise import token_hashes
 from shape.verification.sampling import Sampler
+from shape.verification.tree import TokenTree
 
 ROOT = Path(__file__).resolve().parents[1]
 MODES = [  # of steps, and the tokens that they read
@@ -52,6 +54,11 @@ MODES = [  # of steps, and the tokens that they read
 FAMILIES = ["llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "mistral"]
 LENGTHS = [3, 17, 9, 1, 12]
 GREEDY = Sampler(prompt_lengths=torch.tensor([1]))
+
+
+def location(path: Path) -> str:
+    """Within the repository."""
+    return str(path.relative_to(ROOT))
 
 
 def prompts(lengths=LENGTHS, side: str = "left", vocab_size: int = 64) -> dict[str, torch.Tensor]:
@@ -149,6 +156,17 @@ def save_untrained(target: Target, target_folder: Path, folder: Path, seed: int 
         torch.manual_seed(seed)
         PREDICTORS[config.kind](config).save_pretrained(folder)
     return str(folder)
+
+
+def require_equal_trees(here: TokenTree, there: TokenTree, **tolerance: Any) -> None:
+    """Of the same nodes, drawn with the same probabilities, but for rounding; no drawn token had none."""
+    assert torch.equal(here.tokens, there.tokens) and torch.equal(here.parent, there.parent)
+    torch.testing.assert_close(here.joint[:, 1:], there.joint[:, 1:], **tolerance)
+    assert torch.equal(here.were_drawn[:, 1:], there.were_drawn[:, 1:])
+    for row, node in (here.were_drawn & (here.parent >= 0)).nonzero().tolist():
+        one, other = (tree.log_q[row, tree.parent[row, node]] for tree in (here, there))
+        torch.testing.assert_close(one, other, check_dtype=False, atol=1e-4, rtol=1e-4)
+        assert one[here.tokens[row, node]] > -torch.inf
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 from unittest.mock import patch
 
 import pytest
-from helpers import ROOT, program
+from helpers import ROOT, location, program
 from jsonargparse import ArgumentParser
 from mtp_targets import MTP_TARGET, write_small
 from transformers import dynamic_module_utils
@@ -45,10 +45,6 @@ LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 no_old_names = pytest.mark.filterwarnings(r"error:.* is now (called|--):FutureWarning")
 
 
-def named(path: Path) -> str:
-    return str(path.relative_to(ROOT))
-
-
 def blocks(page: Path) -> Iterator[tuple[str, bool]]:
     """The Python of a page, block by block, and whether it can run here."""
     for found in BLOCK.finditer(page.read_text()):
@@ -67,7 +63,7 @@ def eagle3(folder: Path) -> Path:
 
 
 @no_old_names
-@pytest.mark.parametrize("page", [page for page in PAGES if any(blocks(page))], ids=named)
+@pytest.mark.parametrize("page", [page for page in PAGES if any(blocks(page))], ids=location)
 def test_python_runs(page, monkeypatch, tiny_tokenizer, tmp_path):
     """Block after block in one namespace, as a reader would; what cannot run here has to be Python at least."""
     monkeypatch.chdir(ROOT)
@@ -99,10 +95,10 @@ def test_python_of_the_readme_runs(capsys):
 def written_commands() -> Iterator[tuple[str, str, str]]:
     """(where it stands, module, arguments) of every command that someone may copy."""
     recipes = [*sorted((ROOT / "configs").rglob("*.yaml")), *sorted((ROOT / "train").glob("*.yaml"))]
-    texts = {named(path): path.read_text() for path in [*PAGES, *READMES, *recipes]}
+    texts = {location(path): path.read_text() for path in [*PAGES, *READMES, *recipes]}
     for module in commands.modules():
         path = ROOT / "shape" / "cli" / f"{module.removeprefix('shape.')}.py"
-        texts[named(path)] = ast.get_docstring(ast.parse(path.read_text())) or ""
+        texts[location(path)] = ast.get_docstring(ast.parse(path.read_text())) or ""
     for place, text in texts.items():
         text = SPAN.sub(lambda code: code[0].replace("\n", " "), RECORDED.sub("", text))
         for module, command, arguments in COMMAND.findall(text.replace("\\\n", " ")):
@@ -236,7 +232,7 @@ def test_troubleshooting_quotes_messages_that_exist():
     assert not missing
 
 
-@pytest.mark.parametrize("document", [*READMES, *PAGES], ids=named)
+@pytest.mark.parametrize("document", [*READMES, *PAGES], ids=location)
 def test_links_lead_to_files(document):
     """Pages link to sources in whose place the site has a page (`docs/hooks.py`), so that one link serves both."""
     for target in LINK.findall(document.read_text()):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from training_runs import write_conversations
 
+from shape.cli import train
 from shape.cli.extract import main
 from shape.errors import FeatureStoreError
 from shape.features.store import FeatureStore
@@ -75,10 +76,11 @@ def test_a_dry_run_is_asked_for_by_adding_it_to_the_command(tiny_target_folder, 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_dry_run_stands_in_no_file(tiny_target_folder, data, tmp_path, refused):
+@pytest.mark.parametrize("command", [main, train.main], ids=["extract", "train"])
+def test_a_dry_run_stands_in_no_file(tiny_target_folder, data, tmp_path, refused, command):
     (tmp_path / "dry.yaml").write_text("dry_run: true\n")
-    given = arguments(tiny_target_folder, data, tmp_path / "out", f"--config={tmp_path / 'dry.yaml'}")
-    assert "give --dry-run instead" in refused(main, *given, alone=True)
+    given = [f"--target={tiny_target_folder}", f"--data={data}", f"--output={tmp_path / 'out'}"]
+    assert "give --dry-run instead" in refused(command, *given, f"--config={tmp_path / 'dry.yaml'}", alone=True)
 
 
 def test_a_folder_of_another_target_is_refused_before_texts_are_read(tiny_model, data, tmp_path, refused, monkeypatch):

@@ -107,8 +107,14 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("row", "messages", "kind"), ROWS)
+def test_formats(tmp_path, row, messages, kind):
+    (found,) = load_conversations(write_rows(tmp_path / "rows.jsonl", row), require_answers=False)
+    assert found == Conversation("rows-0", messages, kind)
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".jsonl.gz", ".json.gz"])
-def test_formats(tmp_path, row, messages, kind, suffix):
+def test_files(tmp_path, suffix):
+    row, messages, kind = ROWS[0]
     text = json.dumps([row]) if ".json" in suffix and "l" not in suffix else json.dumps(row) + "\n"
     path = tmp_path / f"rows{suffix}"
     path.write_bytes(gzip.compress(text.encode()) if suffix.endswith("gz") else text.encode())

@@ -25,7 +25,7 @@ COMBINATIONS = [
 every_combination = pytest.mark.parametrize("options", COMBINATIONS, ids=["-".join(c.values()) for c in COMBINATIONS])
 
 
-def tiny_config(**options) -> ShapeConfig:
+def small_config(**options) -> ShapeConfig:
     defaults = {"hidden_size": H, "window": W, "intermediate_size": 24, "num_steps": S, "refinement_dim": 6}
     return ShapeConfig(**{**defaults, **options})
 
@@ -33,7 +33,7 @@ def tiny_config(**options) -> ShapeConfig:
 def predictor(seed: int = 0, **options) -> ShapePredictor:
     """One with every weight away from its special initial value, as after some training."""
     torch.manual_seed(seed)
-    model = ShapePredictor(tiny_config(**options)).eval()
+    model = ShapePredictor(small_config(**options)).eval()
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(0.2 * torch.randn_like(weight))
@@ -101,21 +101,30 @@ class TestWindows:
         assert torch.equal(rolled[:, -1], torch.cat([torch.zeros(3, H), state], -1))
 
 
+def require_gradients(options: dict, layers: int = 1, dtype: torch.dtype = torch.float32) -> None:
+    """Of every weight."""
+    model = predictor(**options, feature_layers=[2, 5, -1][-layers:], dropout=0.1).to(dtype)
+    model.train()
+    predicted = model(*inputs(2, 5, layers=layers, dtype=dtype))
+    assert predicted.shape == (2, 5, S, H)
+    assert predicted.dtype == dtype
+    predicted.float().square().mean().backward()
+    for name, weight in model.named_parameters():
+        assert weight.grad is not None, name
+        assert weight.grad.isfinite().all(), name
+        assert weight.grad.any(), name
+
+
+@pytest.mark.parametrize(("layers", "dtype"), [(3, torch.float32), (1, torch.bfloat16), (3, torch.bfloat16)])
+def test_trains_from_several_layers_and_in_bfloat16(layers, dtype) -> None:
+    """Neither of which a refinement or a mode sees."""
+    require_gradients(COMBINATIONS[2], layers, dtype)
+
+
 @every_combination
 class TestEveryCombination:
-    @pytest.mark.parametrize("layers", [[-1], [2, 5, -1]])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_trains(self, options, layers, dtype) -> None:
-        model = predictor(**options, feature_layers=layers, dropout=0.1).to(dtype)
-        model.train()
-        predicted = model(*inputs(2, 5, layers=len(layers), dtype=dtype))
-        assert predicted.shape == (2, 5, S, H)
-        assert predicted.dtype == dtype
-        predicted.float().square().mean().backward()
-        for name, weight in model.named_parameters():
-            assert weight.grad is not None, name
-            assert weight.grad.isfinite().all(), name
-            assert weight.grad.any(), name
+    def test_trains(self, options) -> None:
+        require_gradients(options)
 
     def test_forward_is_repeated_steps(self, options) -> None:
         """Training unrolls exactly what decoding does one step at a time."""
@@ -266,7 +275,7 @@ class TestRefinement:
     @pytest.mark.parametrize("refinement", ["affine", "sinkhorn"])
     def test_alpha_zero_is_no_refinement(self, refinement: str) -> None:
         with_it = predictor(refinement=refinement, refinement_alpha=0.0)
-        without = ShapePredictor(tiny_config()).eval()
+        without = ShapePredictor(small_config()).eval()
         without.load_state_dict({k: v for k, v in with_it.state_dict().items() if not k.startswith("refinement")})
         torch.testing.assert_close(with_it(inputs(2)[0]), without(inputs(2)[0]))
 
@@ -274,13 +283,13 @@ class TestRefinement:
 class TestBeforeTraining:
     @every_mode
     def test_predicts_the_current_state(self, step_mode: str, token_conditioning: str) -> None:
-        model = ShapePredictor(tiny_config(step_mode=step_mode, token_conditioning=token_conditioning))
+        model = ShapePredictor(small_config(step_mode=step_mode, token_conditioning=token_conditioning))
         window, embeddings = inputs(2)
         assert torch.equal(model(window, embeddings), window[:, -1:].expand(-1, S, -1))
 
     def test_activations_have_unit_size(self) -> None:
         torch.manual_seed(0)
-        model = ShapePredictor(tiny_config(hidden_size=256, intermediate_size=512, refinement="sinkhorn"))
+        model = ShapePredictor(small_config(hidden_size=256, intermediate_size=512, refinement="sinkhorn"))
         states = torch.nn.functional.layer_norm(torch.randn(64, W * 256), [W * 256])
         assert model.window_projection(states).std().item() == pytest.approx(1, rel=0.1)
         assert model.refinement.expand.weight.std().item() == pytest.approx(1, rel=0.1)
@@ -289,11 +298,11 @@ class TestBeforeTraining:
         made = []
         for _ in range(2):
             torch.manual_seed(5)
-            made.append(ShapePredictor(tiny_config(refinement="affine")).state_dict())
+            made.append(ShapePredictor(small_config(refinement="affine")).state_dict())
         assert all(torch.equal(made[0][name], made[1][name]) for name in made[0])
 
     def test_a_configuration_changed_into_nonsense_is_refused(self) -> None:
-        config = tiny_config()
+        config = small_config()
         config.token_conditioning = "path"
         with pytest.raises(ConfigError, match="recursive"):
             ShapePredictor(config)
@@ -313,7 +322,7 @@ class TestBeforeTraining:
 )
 def test_number_of_weights(options: dict, extra: int) -> None:
     """The count that the class documents: M (W F + H) + 2 M^2 layers + 2 H^2 and what options add."""
-    weights = sum(p.numel() for p in ShapePredictor(tiny_config(**options)).parameters() if p.ndim > 1)
+    weights = sum(p.numel() for p in ShapePredictor(small_config(**options)).parameters() if p.ndim > 1)
     assert weights == 24 * (W * H + H) + 2 * 24**2 + 2 * H**2 + extra
 
 
@@ -343,7 +352,7 @@ def test_learns_states_that_follow_a_rule(step_mode: str, token_conditioning: st
     """States of size 20 that turn by a fixed rotation, pushed by their tokens where those are told."""
     torch.manual_seed(0)
     model = ShapePredictor(
-        tiny_config(step_mode=step_mode, token_conditioning=token_conditioning, intermediate_size=64)
+        small_config(step_mode=step_mode, token_conditioning=token_conditioning, intermediate_size=64)
     )
     rotation = torch.linalg.qr(torch.randn(H, H)).Q
     push = 0.0 if token_conditioning == "none" else 10.0

@@ -1,19 +1,13 @@
 """What a user of `shape train` can get wrong, and that it is said before any work."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 import pytorch_lightning as pl
 from helpers import write_rows
-from training_runs import arguments, write_conversations
+from training_runs import arguments
 
 from shape.cli.train import main
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return write_conversations(tmp_path_factory.mktemp("data") / "talks.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -104,12 +98,6 @@ def test_the_target_is_not_replaced(tiny_target_folder, data, tmp_path, refused)
     shutil.copytree(tiny_target_folder, tmp_path / "target")
     given = arguments(tmp_path / "target", data, tmp_path / "target")
     assert "is the target's folder, which would be replaced" in refused(main, *given, alone=True)
-
-
-def test_a_dry_run_is_asked_for_on_the_command_line(tiny_target_folder, data, tmp_path, refused):
-    (tmp_path / "dry.yaml").write_text("dry_run: true\n")
-    given = arguments(tiny_target_folder, data, tmp_path / "out", f"--config={tmp_path / 'dry.yaml'}")
-    assert "give --dry-run instead" in refused(main, *given, alone=True)
 
 
 def test_a_target_for_several_processes_is_not_loaded_by_one(tiny_target_folder, data, tmp_path, monkeypatch, refused):

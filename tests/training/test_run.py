@@ -43,11 +43,6 @@ from shape.training.validation import DecodingValidation
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return write_conversations(tmp_path_factory.mktemp("data") / "talks.jsonl")
-
-
-@pytest.fixture(scope="module")
 def trained(tiny_target_folder, data, tmp_path_factory) -> Path:
     """The output of an undisturbed run, measured at the end; do not change it."""
     output = tmp_path_factory.mktemp("trained") / "predictor"

@@ -1,5 +1,7 @@
 """Compiled warpers against transformers' own."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -51,15 +53,13 @@ def warped(scores: torch.Tensor, warpers: list[LogitsProcessor]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("warpers", CHAINS, ids=lambda chain: "-".join(type(one).__name__[:4] for one in chain))
-@pytest.mark.parametrize("size", [1, 7, 63, 64, 65, 1000, 5000])
-@pytest.mark.parametrize("scale", [0.3, 3.0, 12.0])
-def test_scores_are_those_of_transformers(warpers, size, scale):
-    for seed in range(3):
+def test_scores_are_those_of_transformers(warpers):
+    for size, scale, seed in product([1, 7, 63, 64, 65, 1000, 5000], [0.3, 3.0, 12.0], range(3)):
         scores = logits(size, scale, seed)
         expected = scores[None]
         for one in warpers:
             expected = one(None, expected)
-        assert np.array_equal(warped(scores, warpers), expected[0].numpy())
+        assert np.array_equal(warped(scores, warpers), expected[0].numpy()), (size, scale, seed)
 
 
 @settings(max_examples=200, deadline=None)
