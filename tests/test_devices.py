@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, predictor
 from transformers import AutoModelForCausalLM
 
 from shape.cli.generate import main as generate
-from shape.drafters import AdversaryDrafter
+from shape.drafters import AdversaryDrafter, Drafter, SuffixDrafter, TrainedDrafter, TreeShape
 from shape.errors import ConfigError
 from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target
@@ -48,6 +48,26 @@ def test_an_offloaded_target(tiny_target, tiny_target_folder, tmp_path, on_disk)
     for options in ({}, {"do_sample": True, "seed": 3}):
         expected = ShapeDecoder(tiny_target).generate(ids, max_new_tokens=16, **options)
         assert torch.equal(decoder.generate(ids, max_new_tokens=16, **options), expected)
+
+
+@pytest.mark.parametrize("name", ["none", "suffix", "shape", "eagle"])
+def test_sessions_of_an_offloaded_target(tiny_target, tiny_target_folder, tmp_path, name):
+    """Its cache is kept from turn to turn: hooks that move weights are no other state of the target."""
+    eagle = {"kind": "eagle", "feature_layers": [1, -1], "loud": True}
+    drafter: Drafter | None = SuffixDrafter(shortest=1, threshold=0.0) if name == "suffix" else None
+    if name in ("shape", "eagle"):
+        network = predictor(torch.float32, vocab_size=259, **(eagle if name == "eagle" else {}))
+        drafter = TrainedDrafter(network, TreeShape(depth=3, width=2))
+    target = offloaded(tiny_target_folder, tmp_path, ("model.layers.1",))
+    say = ShapeDecoder(target, drafter, fall_back=False).session()
+    ids, reused = torch.randint(3, 200, (1, 9), generator=torch.Generator().manual_seed(0)), []
+    options = {"max_new_tokens": 10, "eos_token_id": []}
+    for turn in range(3):
+        out = say(ids, torch.ones_like(ids), return_dict_in_generate=True, **options)
+        assert torch.equal(out.sequences, ShapeDecoder(tiny_target).generate(ids, **options)), turn
+        reused.append(out.stats.reused_tokens)
+        ids = torch.cat([out.sequences, torch.tensor([[5, 6, 7]])], dim=1)
+    assert reused[0] == 0 and all(reused[1:]), reused
 
 
 def test_places_from_a_file(tiny_target_folder, tmp_path, capsys):

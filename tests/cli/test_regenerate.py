@@ -8,6 +8,7 @@ import pytest
 from helpers import write_rows
 
 from shape.cli.regenerate import main
+from shape.files import sole_writer
 from shape.generation.answers import LocalBackend
 
 
@@ -20,6 +21,14 @@ def test_command(tmp_path, tiny_target_folder, capsys, refused):
     assert len(gzip.decompress(output.read_bytes()).splitlines()) == 5
     for extra in ([], ["--endpoint", "http://localhost:1/v1"]):
         refused(main, *command, *extra, alone=True)
+
+
+def test_one_regeneration_writes_to_a_file(tmp_path, tiny_target_folder, refused):
+    prompts, output = write_rows(tmp_path / "prompts.jsonl", {"id": "a", "turns": ["ask"]}), tmp_path / "out.jsonl"
+    command = [f"--target={tiny_target_folder}", f"--data={prompts}", f"--output={output}", "--max_new_tokens=2"]
+    with sole_writer(tmp_path / ".out.jsonl.lock", "it"):
+        assert "another process does a regeneration into" in refused(main, *command)
+    assert not output.exists()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from regenerated import Echo, conversation_of, many, messages_by_id
 from training_runs import extraction_trainer
 
@@ -320,3 +321,21 @@ def test_answers_that_are_written_are_only_read(tmp_path):
     before = tmp_path.stat().st_mtime_ns
     assert own_answers(many(4), Echo(), output, AnswerOptions(), trainer, progress=False) == first
     assert tmp_path.stat().st_mtime_ns == before
+
+
+def test_a_second_command_waits_for_the_answers_of_the_first(tmp_path):
+    output, backend, found = answers_file(many(4), Echo(), tmp_path, AnswerOptions()), Echo(), []
+    regenerate(many(4), Echo(), tmp_path / "first.jsonl", AnswerOptions(), progress=False)
+
+    def second() -> None:
+        trainer = extraction_trainer()
+        found.append(own_answers(many(4), backend, output, AnswerOptions(), trainer, progress=False))
+
+    with FileLock(output.with_suffix(".lock")):
+        waiting = threading.Thread(target=second)
+        waiting.start()
+        waiting.join(0.7)
+        assert waiting.is_alive() and not backend.batches
+        os.replace(tmp_path / "first.jsonl", output)
+    waiting.join(60)
+    assert len(found[0]) == 4 and not backend.batches, "they are read, and nothing is asked again"

@@ -37,7 +37,7 @@ from shape.training.options import MeasurementOptions, PredictorOptions, TrainOp
 from shape.training.parsing import parse
 from shape.training.preparation import prepare, validation_prompts
 from shape.training.result import warn_of_mismatch
-from shape.training.run import train
+from shape.training.run import _alone, train
 from shape.training.trainer import make_loggers
 from shape.training.validation import DecodingValidation
 
@@ -153,6 +153,18 @@ def test_one_training_writes_to_a_folder(tiny_target_folder, data, tmp_path):
     with sole_writer(lock, "it"), pytest.raises(ConfigError, match="another process does a training into"):
         train(options)
     assert [*(tmp_path / "out").iterdir()] == []
+
+
+def test_one_training_writes_to_each_of_several_folders(tmp_path, monkeypatch):
+    """Of several machines the first asks; what trains together holds all of its folders."""
+    with _alone([tmp_path / "a", tmp_path / "b", tmp_path / "a"]):
+        for taken in ("a", "b"):
+            with pytest.raises(ConfigError, match="another process does a training into"), _alone([tmp_path / taken]):
+                pass
+        monkeypatch.setenv("NODE_RANK", "1")
+        with _alone([tmp_path / "a"]):
+            pass
+    assert not list(tmp_path.rglob(".train.lock"))
 
 
 def test_online_mode_stores_nothing(tiny_target_folder, data, tmp_path):
