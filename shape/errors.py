@@ -7,9 +7,15 @@ import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from pathlib import Path
 from threading import current_thread, main_thread
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NOTHING_WRITTEN = "nothing was written"
+GO_ON = "what was finished is kept: give the same command again to go on"
+GO_ON_TRAINING = (
+    "what was finished is kept: give the same command again, with --ckpt_path last where training had begun"
+)
 # What the collectives of gloo and of NCCL say where another process has gone.
 _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout", "Timed out waiting")
 # What only an extra brings, by the extra's name.
@@ -78,11 +84,14 @@ def log_to_stderr() -> None:
 
 
 @contextmanager
-def exit_on_error() -> Iterator[None]:
+def exit_on_error(interrupted: str = "") -> Iterator[None]:
     """Run a command: a user's error becomes one line on stderr and exit status 2, never a traceback.
 
     A request to end (SIGTERM, from schedulers, containers and `timeout`) interrupts as Ctrl-C does: outside of training
     Lightning would note it and go on.
+
+    Args:
+        interrupted: what an interrupt leaves: `GO_ON`, `NOTHING_WRITTEN`, or nothing to say.
     """
     log_to_stderr()
     ours = current_thread() is main_thread()
@@ -96,7 +105,7 @@ def exit_on_error() -> Iterator[None]:
         if extra is None:
             raise
         sys.exit(_report(f"this needs {error.name}, which is not installed; pip install 'shape-decoding[{extra}]'"))
-    except (OSError, RuntimeError) as error:
+    except Exception as error:
         explained = _explained(error)
         if explained is None:
             raise
@@ -105,11 +114,7 @@ def exit_on_error() -> Iterator[None]:
         # Lightning leaves by SystemExit where it was interrupted
         if isinstance(ended, SystemExit) and not isinstance(ended.__context__, KeyboardInterrupt):
             raise
-        print(
-            "interrupted; what was finished is kept: give the same command again, with --ckpt_path last where training "
-            "had begun",
-            file=sys.stderr,
-        )
+        print("; ".join(filter(None, ("interrupted", interrupted))), file=sys.stderr)
         sys.exit(130)
     finally:
         if before is not None:
@@ -124,23 +129,20 @@ def is_full_disk(error: BaseException) -> bool:
     return said or (behind is not None and is_full_disk(behind))
 
 
-def _explained(error: OSError | RuntimeError) -> str | None:
+def _explained(error: Exception) -> str | None:
     """What happened, and what to do about it; None for an error that is nobody's input."""
     if is_full_disk(error):
         return f"there is no space left to write ({error}); free some, and give the same command again"
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename} cannot be read or written ({error.strerror}); give another path"
+        return _unusable(Path(str(error.filename)), error)
+    if isinstance(error, MemoryError) or (type(error) is RuntimeError and "can't allocate memory" in str(error)):
+        return _out_of_memory("machine", error)
     if "torch" not in sys.modules:  # which nobody should wait for before it is needed
         return None
     import torch
 
     if isinstance(error, torch.OutOfMemoryError):
-        return (
-            "the accelerator ran out of memory; in training give a higher --trainer.accumulate_grad_batches, which "
-            "changes no result, or, where it happened before the first step, a lower --regeneration.batch_size or "
-            "--extraction.batch_size; elsewhere a lower --batch_size or --tree.nodes, where the command has them; or a "
-            f"lower --max_length, or a smaller --dtype ({error})"
-        )
+        return _out_of_memory("accelerator", error)
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
     if several and (isinstance(error, torch.distributed.DistError) or any(phrase in str(error) for phrase in _GONE)):
         return (
@@ -149,6 +151,25 @@ def _explained(error: OSError | RuntimeError) -> str | None:
             "begun: what was finished is kept"
         )
     return None
+
+
+def _unusable(path: Path, error: OSError) -> str:
+    if error.errno in (errno.EEXIST, errno.ENOTDIR):
+        return f"{next((one for one in (path, *path.parents) if one.is_file()), path)} is a file; give a folder"
+    if error.errno == errno.EISDIR:
+        return f"{path} is a folder; give a file"
+    if error.errno == errno.ENOENT:
+        return f"{path} does not exist; give another path"
+    return f"{path} cannot be read or written ({error.strerror}); give another path"
+
+
+def _out_of_memory(place: str, error: Exception) -> str:
+    return (
+        f"the {place} ran out of memory; in training give a higher --trainer.accumulate_grad_batches, which "
+        "changes no result, or, where it happened before the first step, a lower --regeneration.batch_size or "
+        "--extraction.batch_size; elsewhere a lower --batch_size or --tree.nodes, where the command has them; or a "
+        f"lower --max_length, or a smaller --dtype ({error})"
+    )
 
 
 def _report(message: str) -> int:

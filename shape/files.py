@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -71,12 +72,22 @@ def written_whole(path: Path, writer: str = "") -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}{writer}.tmp")
     try:
-        yield temporary
-        _sync(temporary)
-        os.replace(temporary, path)
-        _sync(path.parent)
-    except BaseException as error:
+        with _space_for(path):
+            yield temporary
+            _sync(temporary)
+            os.replace(temporary, path)
+            _sync(path.parent)
+    except BaseException:
         temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def _space_for(path: Path) -> Iterator[None]:
+    """Raises DiskSpaceError where what is written to `path` finds no space."""
+    try:
+        yield
+    except BaseException as error:
         if is_full_disk(error):
             raise DiskSpaceError(
                 f"there is no space left to write {path}; free some, and give the same command again: what was "
@@ -99,6 +110,42 @@ def appears(there: Callable[[], bool], output: Path, error: type[ShapeError]) ->
                 "file system that all of them share"
             )
         time.sleep(0.1)
+
+
+@contextmanager
+def written_together(folder: Path) -> Iterator[Path]:
+    """A folder to write files to, which move to `folder` once all are written, config.json last: a folder that has one
+    has all that belongs to it. After an error nothing has changed.
+
+    Raises:
+        DiskSpaceError: as `written_whole` does.
+    """
+    temporary = folder / ".export.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        with _space_for(folder):
+            yield temporary
+            files = sorted((path for path in temporary.rglob("*") if path.is_file()), key=_is_config)
+            for file in files:
+                _sync(file)
+            for file in files:
+                place = folder / file.relative_to(temporary)
+                place.parent.mkdir(exist_ok=True)
+                os.replace(file, place)
+            _sync(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_whole(path: str | Path, text: str) -> None:
+    """Write a file completely or not at all; what is no file, such as a terminal, as it is."""
+    path = Path(path).resolve()
+    if path.exists() and not path.is_file():
+        path.write_text(text)
+        return
+    with written_whole(path) as temporary:
+        temporary.write_text(text)
 
 
 @contextmanager
@@ -183,6 +230,10 @@ def _key(kind: Any, key: str) -> Any:
         return int(key)
     except ValueError:
         raise TypeError(f"{key[:40]!r} is no int") from None
+
+
+def _is_config(path: Path) -> bool:
+    return path.name == "config.json"
 
 
 def _sync(path: Path) -> None:

@@ -4,10 +4,11 @@ import errno
 import re
 from operator import attrgetter
 
+import numpy as np
 import pytest
 import torch
 
-from shape.errors import DataError, exit_on_error
+from shape.errors import GO_ON, DataError, exit_on_error
 from shape.training.options import TrainOptions
 
 
@@ -30,23 +31,36 @@ def test_running_out_of_memory_names_the_knobs(capsys):
     assert all(attrgetter(knob)(options) for knob in knobs) and "training.batch_size" not in said
 
 
+def test_running_out_of_a_cpus_memory_is_one_line(capsys):
+    for work in (lambda: torch.empty(2**48, dtype=torch.uint8), lambda: np.empty(2**56, dtype=np.uint8)):
+        with pytest.raises(SystemExit) as caught, exit_on_error():
+            work()
+        said = capsys.readouterr().err
+        assert caught.value.code == 2 and said.startswith("error: the machine ran out of memory; ")
+
+
 def test_a_path_that_cannot_be_used_is_one_line(tmp_path, capsys):
     file = tmp_path / "file"
     file.touch()
-    for path, reason in ((file, "File exists"), (file / "below", "Not a directory")):
+    for work, said in (
+        (lambda: file.mkdir(exist_ok=True), f"{file} is a file; give a folder"),
+        (lambda: (file / "below").mkdir(), f"{file} is a file; give a folder"),
+        (lambda: tmp_path.read_text(), f"{tmp_path} is a folder; give a file"),
+        (lambda: (tmp_path / "none").read_text(), f"{tmp_path / 'none'} does not exist; give another path"),
+    ):
         with pytest.raises(SystemExit) as caught, exit_on_error():
-            path.mkdir(exist_ok=True)
-        error = capsys.readouterr().err
-        assert caught.value.code == 2 and error.count("\n") == 1
-        assert error.startswith(f"error: {path} cannot be read or written ({reason}); ")
+            work()
+        assert caught.value.code == 2 and capsys.readouterr().err == f"error: {said}\n"
     with pytest.raises(OSError, match="of the system's own"), exit_on_error():
         raise OSError("of the system's own")
 
 
-def test_an_interrupt_has_the_shells_status():
-    with pytest.raises(SystemExit) as caught, exit_on_error():
+@pytest.mark.parametrize("left", ["", GO_ON])
+def test_an_interrupt_has_the_shells_status(capsys, left):
+    with pytest.raises(SystemExit) as caught, exit_on_error(left):
         raise KeyboardInterrupt
     assert caught.value.code == 130
+    assert capsys.readouterr().err == (f"interrupted; {GO_ON}\n" if left else "interrupted\n")
 
 
 def test_our_own_errors_are_not_hidden():
@@ -61,6 +75,9 @@ def test_a_full_disk_is_found_behind_what_libraries_say(capsys):
             raise OSError(errno.ENOSPC, "No space left on device")
         except OSError:
             raise RuntimeError("unexpected pos 704 vs 598") from None
+    assert caught.value.code == 2 and "no space left" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught, exit_on_error():
+        raise Exception("Error while serializing: I/O error: File too large (os error 27)")
     assert caught.value.code == 2 and "no space left" in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="os error 13"), exit_on_error():
         raise RuntimeError("I/O error: Permission denied (os error 13)")

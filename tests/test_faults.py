@@ -17,6 +17,7 @@ from training_runs import (
     arguments,
     command,
     extraction_trainer,
+    network,
     require_the_same_end,
     write_conversations,
 )
@@ -28,6 +29,7 @@ from shape.features.manifest import Manifest
 from shape.features.options import FeatureOptions
 from shape.features.shards import load_shard, write_shard
 from shape.features.storage import Storage
+from shape.networks.export import export
 from shape.training.checkpoints import AtomicCheckpointIO, sound_checkpoint
 
 SHORT = ["--training.steps=24", "--validation.every=12"]
@@ -99,6 +101,15 @@ def test_a_disk_that_fills_up_keeps_finished_shards(tiny_target, tmp_path):
     assert sorted(path.name for path in full.glob("[!.]*")) == ["manifest.json", "shard-00000.safetensors"]
     assert not list(full.glob(".*.tmp")), "which would keep the disk full"
     assert run(full) == [first, second]
+
+
+def test_a_disk_that_fills_up_leaves_an_earlier_export_as_it_was(tiny_target, tmp_path):
+    export(network(tiny_target, seed=1), tmp_path, tiny_target.identity, {})
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with files_of_at_most(4096), pytest.raises(DiskSpaceError, match="no space left to write"):
+        export(network(tiny_target, seed=2), tmp_path, tiny_target.identity, {"steps": 2})
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert not list(tmp_path.glob(".*")), "which would keep the disk full"
 
 
 def test_states_that_are_not_finite_are_not_stored(tiny_target, tmp_path, monkeypatch):

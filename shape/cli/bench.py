@@ -15,8 +15,9 @@ interruption.
 from collections.abc import Sequence
 from pathlib import Path
 
-from shape.errors import exit_on_error
+from shape.errors import GO_ON, exit_on_error
 from shape.evaluation.options import BenchOptions
+from shape.files import write_whole
 from shape.parsing import CommandParser, command_parser, options_of
 
 COMMON = (
@@ -45,7 +46,7 @@ def parser() -> CommandParser:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     reader = parser()
-    with exit_on_error():
+    with exit_on_error(GO_ON):
         values = reader.instantiate(reader.parse_args(arguments))
         from rich.console import Console
 
@@ -54,10 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         if values.render:
             results, document = map(Path, values.render)
-            document.write_text(render(document.read_text(), results))
+            write_whole(document, render(document.read_text(), results))
             return
         options = options_of(BenchOptions, values)
-        console = Console(highlight=False)
+        console = Console(highlight=False, markup=False)
         found = bench(options)
         for measured in found:
             console.print(measured.table())

@@ -5,11 +5,10 @@ shape check --predictor checkpoints/mine --prompts prompts.jsonl    # the best d
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from shape.errors import exit_on_error
+from shape.errors import NOTHING_WRITTEN, exit_on_error
 from shape.evaluation.options import CheckOptions
-from shape.files import prepare_file
+from shape.files import prepare_file, write_whole
 from shape.parsing import CommandParser, command_parser
 
 COMMON = (
@@ -23,7 +22,7 @@ def parser() -> CommandParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    with exit_on_error():
+    with exit_on_error(NOTHING_WRITTEN):
         options = parser().options(CheckOptions, arguments)
         if options.output is not None:
             prepare_file(options.output)
@@ -34,9 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from shape.evaluation.check import check, show_report
 
         report = check(options)
-        show_report(report, Console(highlight=False))
+        show_report(report, Console(highlight=False, markup=False))
         if options.output is not None:
-            Path(options.output).write_text(json.dumps(report, indent=1))
+            write_whole(options.output, json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

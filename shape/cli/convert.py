@@ -11,7 +11,7 @@ of Qwen3-Next and Qwen3.5. No weight is left out, and none is made up.
 
 from collections.abc import Sequence
 
-from shape.errors import exit_on_error
+from shape.errors import NOTHING_WRITTEN, exit_on_error
 from shape.parsing import CommandParser, command_parser
 
 
@@ -33,7 +33,7 @@ def parser() -> CommandParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    with exit_on_error():
+    with exit_on_error(NOTHING_WRITTEN):
         values = parser().parse_args(arguments)
         from shape.generation.conversion import convert
         from shape.networks.export import describe

@@ -15,7 +15,7 @@ tokens corrupted at random, at no cost: its speed-up is simulated, its efficienc
 
 from collections.abc import Sequence
 
-from shape.errors import exit_on_error
+from shape.errors import NOTHING_WRITTEN, exit_on_error
 from shape.evaluation.options import EfficiencyOptions
 from shape.parsing import CommandParser, command_parser
 
@@ -30,13 +30,13 @@ def parser() -> CommandParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    with exit_on_error():
+    with exit_on_error(NOTHING_WRITTEN):
         options = parser().options(EfficiencyOptions, arguments)
         from rich.console import Console
 
         from shape.evaluation.efficiency import run, screens
 
-        Console().print(*screens(run(options)))
+        Console(markup=False).print(*screens(run(options)))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ Interrupt it at any time: the same command continues where it stopped.
 import sys
 from collections.abc import Sequence
 
-from shape.errors import exit_on_error
+from shape.errors import GO_ON, exit_on_error
 from shape.features.options import CostOptions, ExtractOptions
 from shape.features.trainer import quiet
 from shape.parsing import DRY_RUN, CommandParser, command_parser, options_of, refuse_dry_run_of_file
@@ -31,7 +31,7 @@ def parser(kind: type = ExtractOptions) -> CommandParser:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else arguments
-    with exit_on_error():
+    with exit_on_error(GO_ON):
         if set(DRY_RUN) & set(given):
             costs = parser(CostOptions).options(CostOptions, given)
             from shape.features.costs import dry_run

@@ -15,7 +15,7 @@ computed by lm-evaluation-harness's class for Hugging Face models, from which th
 import sys
 from collections.abc import Sequence
 
-from shape.errors import exit_on_error
+from shape.errors import ConfigError, ShapeError, exit_on_error
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -24,7 +24,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with exit_on_error():
         from shape.evaluation.harness import cli_evaluate
 
-        cli_evaluate()
+        try:
+            cli_evaluate()
+        except (KeyError, ValueError) as error:
+            if isinstance(error, ShapeError):
+                raise
+            raise ConfigError(
+                f"lm-evaluation-harness refuses this ({error}); shape harness ls tasks lists its tasks"
+            ) from error
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ makes an ablation of N variants cost little more than one of them.
 
 from collections.abc import Sequence
 
-from shape.errors import exit_on_error
+from shape.errors import GO_ON_TRAINING, exit_on_error
 from shape.features.trainer import quiet
 from shape.parsing import CommandParser, command_parser
 
@@ -33,7 +33,7 @@ def parser() -> CommandParser:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parser().parse_args(arguments)
-    with exit_on_error():
+    with exit_on_error(GO_ON_TRAINING):
         from shape.training.parsing import read_options
         from shape.training.run import keep_freed_memory, train_jointly
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shape.data.options import CompileOptions
-from shape.errors import ConfigError, exit_on_error
+from shape.errors import NOTHING_WRITTEN, ConfigError, exit_on_error
 from shape.files import prepare_file
 from shape.parsing import CommandParser, command_parser, options_of
 from shape.target.options import PlacedOptions
@@ -47,7 +47,7 @@ def parser() -> CommandParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    with exit_on_error():
+    with exit_on_error(NOTHING_WRITTEN):
         values = parser().parse_args(arguments)
         {"compile": _compile, "inspect": _inspect, "merge": _merge}[values.subcommand](values[values.subcommand])
 

@@ -10,7 +10,7 @@ dialogues at a time (`--concurrency`), none of which waits for another.
 
 from collections.abc import Sequence
 
-from shape.errors import exit_on_error
+from shape.errors import GO_ON, exit_on_error
 from shape.features.trainer import quiet
 from shape.generation.options import RegenerationOptions
 from shape.parsing import CommandParser, command_parser
@@ -26,7 +26,7 @@ def parser() -> CommandParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    with exit_on_error():
+    with exit_on_error(GO_ON):
         options = parser().options(RegenerationOptions, arguments)
         from shape.generation.answers import regenerate_from
 

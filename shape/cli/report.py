@@ -11,7 +11,7 @@ table of all measurements; details fold out, and each trace has a page of its ow
 from collections.abc import Sequence
 from pathlib import Path
 
-from shape.errors import exit_on_error
+from shape.errors import NOTHING_WRITTEN, exit_on_error
 from shape.parsing import CommandParser, command_parser
 
 
@@ -25,7 +25,7 @@ def parser() -> CommandParser:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     given = parser().parse_args(arguments)
-    with exit_on_error():
+    with exit_on_error(NOTHING_WRITTEN):
         from shape.evaluation.report.page import write, write_images
         from shape.evaluation.report.sources import find
 

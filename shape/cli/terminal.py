@@ -155,7 +155,7 @@ def _show(
 
 
 def _notes() -> Console:
-    return Console(stderr=True, highlight=False)
+    return Console(stderr=True, highlight=False, markup=False)
 
 
 def _system(options: GenerateOptions) -> list[dict[str, Any]]:

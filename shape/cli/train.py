@@ -16,7 +16,7 @@ says what that would be, and what it would take, before anything is done.
 import sys
 from collections.abc import Sequence
 
-from shape.errors import exit_on_error
+from shape.errors import GO_ON_TRAINING, exit_on_error
 from shape.features.trainer import quiet
 from shape.parsing import DRY_RUN
 from shape.training.parsing import parse
@@ -30,7 +30,7 @@ COMMON = (
 def main(arguments: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else arguments
     options = parse(given, __doc__, COMMON)
-    with exit_on_error():
+    with exit_on_error(GO_ON_TRAINING):
         from shape.training.run import keep_freed_memory, train
 
         keep_freed_memory()

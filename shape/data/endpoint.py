@@ -19,6 +19,7 @@ from shape.data.rows import parse_row
 from shape.errors import ConfigError, DataError, ShapeError
 from shape.target.chat import Message
 
+_LOG = logging.getLogger(__name__)
 # Asked for too, as long as the server does not refuse it; most ignore what they do not know. Ids of prompt and answer
 # (vLLM), and the target's own distribution, whatever its generation config prefers (vLLM and SGLang).
 _MORE = {"return_token_ids": True, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -91,6 +92,7 @@ class Endpoint:
             that cannot be reached.
         pause: seconds before the first of them; doubled before each next one.
         concurrency: requests at a time to all servers together, which batch them.
+        stopped: once it is set, no request is tried again.
     """
 
     urls: tuple[str, ...]
@@ -100,10 +102,11 @@ class Endpoint:
     retries: int = field(default=4, kw_only=True)
     pause: float = field(default=1.0, kw_only=True)
     concurrency: int = field(default=64, kw_only=True)
-    # Which threads have asked, by number, and which servers were said to be down.
+    stopped: threading.Event = field(default_factory=threading.Event, init=False, repr=False, compare=False)
+    # Which threads have asked, by number, and which servers were said to be down or busy.
     _own: threading.local = field(default_factory=threading.local, init=False, repr=False, compare=False)
     _numbers: Iterator[int] = field(default_factory=count, init=False, repr=False, compare=False)
-    _down: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+    _told: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
     _saying: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
 
     @classmethod
@@ -171,10 +174,12 @@ class Endpoint:
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
         request = urllib.request.Request(address, body, headers)
-        wrong = False
+        reason, wrong = "", False
         for attempt in range(self.retries + 1):
-            if attempt:
-                time.sleep(self.pause * 2 ** (attempt - 1))
+            if attempt == 1:
+                self._say_once(url, f"does not answer ({reason}); asking again, {self.retries} times at most")
+            if attempt and self.stopped.wait(self.pause * 2 ** (attempt - 1)):
+                break
             try:
                 with urllib.request.urlopen(request, timeout=self.timeout) as reply:
                     return reply.read()
@@ -186,7 +191,8 @@ class Endpoint:
                 if error.code != 429 and error.code < 500:
                     break
             except urllib.error.URLError as error:  # before the request was sent
-                self._say_once(url, error.reason)
+                said = f"cannot be reached ({error.reason}); requests go to others, or wait for it for ten minutes"
+                self._say_once(url, said)
                 raise Unreachable(self._failed(url, error.reason)) from None
             except (OSError, HTTPException) as error:  # timeouts are OSErrors
                 reason = str(error) or type(error).__name__
@@ -199,14 +205,12 @@ class Endpoint:
             "the key, and that the server runs, then give the same command again to continue"
         )
 
-    def _say_once(self, url: str, reason: object) -> None:
+    def _say_once(self, url: str, what: str) -> None:
         with self._saying:
-            said = url in self._down
-            self._down.add(url)
-        if not said:
-            logging.getLogger("shape").warning(
-                "endpoint %s cannot be reached (%s); requests go to others, or wait for it for ten minutes", url, reason
-            )
+            told = url in self._told
+            self._told.add(url)
+        if not told:
+            _LOG.warning(f"endpoint {url} {what}")
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,9 @@
 import gzip
 import hashlib
 import json
+import os
+import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -201,7 +204,8 @@ def _answer_all(
 
     One that fails ends all: answers that are on their way are waited for, and no further ones are asked for.
     """
-    stopped = threading.Event()
+    stopped = getattr(backend, "stopped", threading.Event())  # an endpoint looks at it between attempts
+    stopped.clear()
 
     def ask(requests: Sequence[Request]) -> Sequence[Answer | DataError | None]:
         return patiently(partial(backend.generate, requests), stopped)
@@ -216,6 +220,12 @@ def _answer_all(
             for each in as_completed([threads.submit(answer, batch, ask) for batch in batches]):
                 each.result()
                 done()
+        except KeyboardInterrupt:
+            told = "interrupted: answers on their way are waited for and kept; interrupt once more to end at once"
+            tqdm.write(told, sys.stderr)
+            for each in (signal.SIGINT, signal.SIGTERM):  # threads would be waited for, whatever is raised
+                signal.signal(each, lambda *_: os._exit(130))
+            raise
         finally:
             stopped.set()
             threads.shutdown(cancel_futures=True)

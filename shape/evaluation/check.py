@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from shape import bundled
 from shape.data.backends import off_in_words, sampling, switched_off
@@ -252,10 +253,11 @@ def show_report(report: dict[str, Any], console: Console) -> None:
     """Print a report as tables."""
     target, costs = report["target"], report["costs"]
     reason = f" ({target['reason']})" if target["reason"] else ""
-    console.print(
-        f"[bold]{target['name']}[/]: {target['parameters'] / 1e6:.1f}M parameters, {target['dtype']} on "
+    told = (
+        f": {target['parameters'] / 1e6:.1f}M parameters, {target['dtype']} on "
         f"{target['device']}, verified as {target['verified_as']}s{reason}"
     )
+    console.print(Text.assemble((target["name"], "bold"), told))
     table = Table("tokens per forward", "ms", "of one", box=None)
     for size, seconds in costs["verify"].items():
         table.add_row(str(size), f"{1e3 * seconds:.2f}", f"{seconds / costs['verify'][1]:.2f}")
@@ -303,7 +305,8 @@ def _show_diagnosis(found: dict[str, Any], console: Console) -> None:
     for cause, length in sorted(found["tried"].items(), key=lambda tried: -tried[1])[:_SHOWN_PLANS]:
         table.add_row(cause, show(length))
     console.print(table)
-    console.print(f"[bold red]Far below what it should accept.[/] Fits best: {found['cause']}. {found['remedy']}.")
+    told = f" Fits best: {found['cause']}. {found['remedy']}."
+    console.print(Text.assemble(("Far below what it should accept.", "bold red"), told))
 
 
 def _plans(report: dict[str, Any]) -> Table:

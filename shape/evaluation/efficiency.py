@@ -26,6 +26,7 @@ from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.results import AUTOREGRESSIVE
 from shape.evaluation.runner import Run, by_decoder, by_transformers, rotated, synchronise
 from shape.evaluation.speed import refuse_results
+from shape.files import write_whole
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.stats import Step
 from shape.target.loading import of_pair, recorded, resolve_dtype
@@ -359,9 +360,9 @@ def _write(options: EfficiencyOptions, target: Target, measured: str, cases: Seq
     folder, environment = Path(options.output), Environment.capture(target.device)
     figures = [{**asdict(case), "gaps": [case.gap(0.5), case.gap(0.95)]} for case in cases]
     head = {"options": recorded(options), "measured": measured, "environment": asdict(environment)}
-    (folder / "efficiency.json").write_text(json_by_line(head, "cases", figures))
+    write_whole(folder / "efficiency.json", json_by_line(head, "cases", figures))
     title = options.label or f"Engine efficiency, {Path(target.name).name}"
-    (folder / "efficiency.md").write_text(page(title, measured, options.max_new_tokens, cases, environment))
+    write_whole(folder / "efficiency.md", page(title, measured, options.max_new_tokens, cases, environment))
 
 
 def page(title: str, measured: str, max_new_tokens: int, cases: Sequence[Case], environment: Environment) -> str:

@@ -43,7 +43,7 @@ from shape.evaluation.methods import (
 from shape.evaluation.prompts import refuse_shared_ids
 from shape.evaluation.results import Detail, PromptRecord, SpeedResults, Tally
 from shape.evaluation.runner import Run, Runner, by_decoder, by_transformers, rotated
-from shape.files import reading
+from shape.files import reading, write_whole
 from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target
 
@@ -245,8 +245,8 @@ def measure_in(
     results = measure(target, methods, prompts, setting, progress=progress, label=label, source=source, journal=journal)
     if training:
         results = results.with_overlap(chain.from_iterable(training.values()), ", ".join(training))
-    file.write_text(results.to_json())
-    (folder / "results.md").write_text(results.to_markdown())
+    write_whole(file, results.to_json())
+    write_whole(folder / "results.md", results.to_markdown())
     if not keep_journal:
         journal.unlink()
     return results

@@ -4,6 +4,7 @@ Options are made of this, so what is heavy is imported where it is used.
 """
 
 import logging
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -77,6 +78,15 @@ class TrainerOptions:
                 f"{' or '.join(known)}?"
             )
 
+    def _check_processes(self) -> None:
+        """Raises ConfigError for more processes on a CPU than it has cores: Lightning would start them all."""
+        most = max(os.cpu_count() or 1, 2)
+        if self.accelerator in ("cpu", "auto") and self._device() == "cpu" and self.processes > most * self.num_nodes:
+            raise ConfigError(
+                f"trainer.devices is {self.devices}, which on a CPU are as many processes, and this machine has "
+                f"{os.cpu_count()} cores; give at most {most}"
+            )
+
     @property
     def processes(self) -> int:
         """Over all machines; auto and -1 are every GPU that is here, or one process."""
@@ -94,6 +104,7 @@ class TrainerOptions:
 
     def for_training(self, steps: int, **others: Any) -> "pl.Trainer":
         """A Trainer for so many steps of batches that are dealt to processes already."""
+        self._check_processes()
         own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "more"}
         return _made(
             **{**own, "precision": self.chosen_precision(), "strategy": self._chosen_strategy(), **self.more},
@@ -112,11 +123,16 @@ class TrainerOptions:
 
         from shape.target.inference import multiplies_bfloat16
 
+        return "bf16-mixed" if multiplies_bfloat16(torch.device(self._device())) else "32-true"
+
+    def _device(self) -> str:
+        """The kind that trains."""
+        import torch
+
         if self.accelerator in ("auto", "cuda", "gpu") and torch.cuda.is_available():
-            device = "cuda"
-        else:  # Lightning prefers mps where there is one
-            device = "mps" if self.accelerator != "cpu" and torch.backends.mps.is_available() else "cpu"
-        return "bf16-mixed" if multiplies_bfloat16(torch.device(device)) else "32-true"
+            return "cuda"
+        # Lightning prefers mps where there is one
+        return "mps" if self.accelerator != "cpu" and torch.backends.mps.is_available() else "cpu"
 
     def _chosen_strategy(self) -> Any:
         """What Lightning takes for the name."""
@@ -131,6 +147,7 @@ class TrainerOptions:
 
     def for_extraction(self) -> "pl.Trainer":
         """A Trainer for `extract`. No inference mode: its tensors could not be used in training afterwards."""
+        self._check_processes()
         return _made(
             accelerator=self.accelerator,
             devices=self.devices,

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from shape.files import written_together
 from shape.networks.base import Predictor
 from shape.networks.config import ShapeConfig
 from shape.target.identity import TargetIdentity
@@ -31,24 +32,28 @@ def export(predictor: Predictor, directory: str | Path, identity: TargetIdentity
         training: plain values: command, data, steps, seconds, and, once measured, acceptance_length (with
             `low` and `high`) and speed_up.
     """
-    directory = Path(directory)
     predictor.config.target_identity = identity.to_dict()
     predictor.config.training = dict(training)
-    predictor.save_pretrained(directory)
-    (directory / "README.md").write_text(model_card(predictor, identity, training))
-    (directory / "custom_generate").mkdir(exist_ok=True)
-    (directory / "custom_generate" / "generate.py").write_text(_CUSTOM_GENERATE)
+    with written_together(Path(directory)) as folder:
+        predictor.save_pretrained(folder)
+        (folder / "README.md").write_text(model_card(predictor, identity, training))
+        (folder / "custom_generate").mkdir()
+        (folder / "custom_generate" / "generate.py").write_text(_CUSTOM_GENERATE)
 
 
 def export_model(model: PreTrainedModel, directory: str | Path, target: Target, training: Mapping[str, Any]) -> None:
     """A draft model as transformers loads it, with the target's tokenizer and a card."""
-    directory = Path(directory)
     model.config.training = dict(training)
-    model.save_pretrained(directory)
-    if target.tokenizer is not None:
-        target.tokenizer.save_pretrained(directory)
+    with written_together(Path(directory)) as folder:
+        model.save_pretrained(folder)
+        if target.tokenizer is not None:
+            target.tokenizer.save_pretrained(folder)
+        (folder / "README.md").write_text(_draft_model_card(model, target, training))
+
+
+def _draft_model_card(model: PreTrainedModel, target: Target, training: Mapping[str, Any]) -> str:
     millions = model.num_parameters() / 1e6
-    (directory / "README.md").write_text(f"""---
+    return f"""---
 library_name: transformers
 base_model: {target.name}
 tags: [speculative-decoding]
@@ -67,7 +72,7 @@ decoder = ShapeDecoder.from_pretrained("path/or/id/of/this", target="{target.nam
 | | |
 |---|---|
 {_table(training)}
-""")
+"""
 
 
 def _table(training: Mapping[str, Any]) -> str:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from shape.evaluation.environment import Environment, matrix_product_peak, peak_
 from shape.evaluation.methods import Configured
 from shape.evaluation.results import SpeedResults
 from shape.evaluation.speed import SpeedSetting, measure
+from shape.files import write_whole
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput
 from shape.networks.base import Predictor
@@ -28,6 +31,7 @@ from shape.training.validation import DecodingValidation, load_weights
 
 _WHOLE = "shape, drafts verified whole"
 _COMPARED = 8  # validation prompts on which decoding is compared with training
+_LONGEST_EXAMPLE = 200  # characters of the prompt in the command to try
 _LEAST_OF_TRAINED = 0.9  # rounding moves single tokens, a mismatch most of them
 
 
@@ -43,7 +47,7 @@ def export_and_measure(
     Args:
         more: of the training, for its record.
     """
-    output, target, console = Path(options.output), module.target, Console()
+    output, target, console = Path(options.output), module.target, Console(markup=False)
     predictor = type(module.predictor)(module.predictor.config)  # of its own: processes may have shared the other's
     load_weights(predictor, validation.best_path)
     predictor.eval().to(target.device)  # type: ignore[arg-type]
@@ -59,7 +63,8 @@ def export_and_measure(
     }
     _export(predictor, output, target, record)
     if target.sharded:  # of which this process alone could not run a layer
-        command = f"shape bench --target {options.target} --predictor {output} --device_map auto"
+        pair = f"--target {quote(options.target)} --predictor {quote(str(output))}"
+        command = f"shape bench {pair} --device_map auto"
         console.print(f"the predictor is in {output}; measure it:\n  {command}", highlight=False, soft_wrap=True)
         return
     decoder = ShapeDecoder.from_pretrained(output, target=target)
@@ -84,15 +89,15 @@ def export_and_measure(
         place = results.environment
         record["measured_on"] = f"{place.device}, {place.cpu}, {place.threads} threads, {place.date}"
         _export(predictor, output, target, record)
-        (output / "measurement.json").write_text(results.to_json())
+        write_whole(output / "measurement.json", results.to_json())
     elif options.measurement.limit:
         told = "the data has no chats to ask, or none that leave room for an answer; give --measurement.prompts"
         console.print(f"speed was not measured: {told}")
     _show_sample(decoder, prompts, options, console)
     console.print(f"the predictor is in {output}; try it:", highlight=False)
-    text = prompts[0].turns[0] if prompts else "Hello"
-    pair = "" if isinstance(predictor, Predictor) else f"--target {options.target} "
-    command = f"  shape generate {pair}--predictor {output} --prompt {text!r}"
+    text = shorten(prompts[0].turns[0], _LONGEST_EXAMPLE, placeholder="...") if prompts else "Hello"
+    pair = "" if isinstance(predictor, Predictor) else f"--target {quote(options.target)} "
+    command = f"  shape generate {pair}--predictor {quote(str(output))} --prompt {quote(text)}"
     console.print(command, highlight=False, soft_wrap=True)
 
 
@@ -130,9 +135,10 @@ def warn_of_mismatch(target: Target, predictor: Predictor, validation: DecodingV
     forced = acceptance(target, predictor, answers)
     if decoded < _LEAST_OF_TRAINED * forced:
         console.print(
-            f"[bold red]WARNING: chains decode with acceptance length {decoded:.2f} where the same texts, read as in "
-            f"training, give {forced:.2f}[/]: what the network reads in decoding is not what it was trained on. Do not "
+            f"WARNING: chains decode with acceptance length {decoded:.2f} where the same texts, read as in "
+            f"training, give {forced:.2f}: what the network reads in decoding is not what it was trained on. Do not "
             "trust this predictor; please report it, with the command and the target's architecture.",
+            style="red",
             highlight=False,
         )
 

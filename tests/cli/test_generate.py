@@ -177,7 +177,7 @@ def test_report_counts_every_token(tiny_target):
     ("arguments", "sentence"),
     [
         (["--prompt", ""], "the prompt is empty"),
-        (["--prompt", "x", "--predictor", "/nowhere", "--trace", "."], ". cannot be read or written (Is a directory)"),
+        (["--prompt", "x", "--predictor", "/nowhere", "--trace", "."], ". is a folder; give a file"),
         (["--prompt", "x", "--temperature", "-1"], "temperature is -1.0; give at least 0"),
         (["--prompt", "x", "--predictor", "/nowhere"], "predictor /nowhere cannot be read"),
         (

@@ -5,9 +5,11 @@ from helpers import write_rows
 
 from shape.cli.generate import main as generate
 from shape.cli.recipes import main
+from shape.data.conversations import Prompt
 from shape.drafters.recipes.drafter import RecipeDrafter
 from shape.drafters.recipes.misses import read_misses
 from shape.drafters.recipes.pack import Pack
+from shape.drafters.recipes.verify import make_verify
 from shape.errors import ConfigError
 from shape.generation.decoder import ShapeDecoder
 
@@ -36,9 +38,12 @@ def test_compile_merge_and_inspect(tiny_target_folder, tmp_path, capsys, refused
     assert len(read_misses(log)) > 1 and len(Pack.load(both).recipes) > len(Pack.load(one).recipes)
     with pytest.raises(ConfigError, match="drafter 'recipes' needs a pack"):
         ShapeDecoder.from_pretrained(None, target=tiny_target_folder, drafter="recipes")
+    with pytest.raises(ConfigError, match=r"'operator:gt' raised TypeError \(.*\) for the answer to prompt 0; correct"):
+        make_verify("operator:gt")(Prompt("0", "", ("text",), ()), "answer")
     (tmp_path / "one.pack").write_bytes(b"broken")
     compiles = ["compile", "--target", "/nowhere", "--prompts", given[3], "--output", two]
     assert "neither json nor a MODULE:FUNCTION" in refused(main, *compiles, "--verify", "nothing")
+    assert "'math:sqrt' does not take a prompt and an answer" in refused(main, *compiles, "--verify", "math:sqrt")
     assert "missing.jsonl" in refused(main, *compiles, "--misses", str(tmp_path / "missing.jsonl"))
     assert "limit is 0; give a positive number" in refused(main, *compiles, "--limit", "0")
     assert "most is 0; give a positive number" in refused(main, "merge", two, "--output", both, "--most", "0")

@@ -2,7 +2,10 @@
 
 import json
 import random
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, write_rows
 from regenerated import conversation_of, messages_by_id
 from transformers import AutoTokenizer
 
@@ -32,6 +35,8 @@ from shape.errors import DataError
 from shape.features.options import ExtractOptions
 from shape.generation.options import RegenerationOptions
 from shape.target.chat import Message, prompt_ids
+
+NO = '{"error": {"message": "no"}}'
 
 
 class Server(ThreadingHTTPServer):
@@ -219,6 +224,35 @@ def test_endpoint_tries_again(server):
     backend = EndpointBackend((server.url,), "m", pause=0.01)
     assert backend.generate([REQUEST]) == [Answer("1:q:0.0", True)]
     assert len(server.asked) == 4
+
+
+def test_it_is_told_once_that_requests_are_tried_again_and_none_is_once_stopped(server, caplog):
+    backend = EndpointBackend((server.url,), "m", pause=0.01)
+    server.script = [503, 503]
+    with caplog.at_level("INFO", "shape"):
+        backend.generate([REQUEST])
+    (told,) = [record.message for record in caplog.records]
+    assert told == f"endpoint {server.url} does not answer (status 503: {NO}); asking again, 4 times at most"
+    backend.stopped.set()
+    server.script = [503, 503]
+    with pytest.raises(EndpointError, match="status 503"):
+        backend.generate([REQUEST])
+    assert server.script == [503]
+
+
+def test_a_second_interrupt_does_not_wait_for_the_endpoint(tmp_path):
+    data = write_rows(tmp_path / "asked.jsonl", {"id": "a", "prompt": "Hi"})
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
+        given = ["--endpoint", url, "--model", "m", "--data", str(data), "--output", str(tmp_path / "out.jsonl")]
+        command = [sys.executable, "-m", "shape", "regenerate", *given]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        silent.accept()
+        process.send_signal(signal.SIGINT)
+        told = next(line for line in process.stderr if "interrupted" in line)
+        assert "answers on their way are waited for and kept" in told and process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 130
 
 
 def test_endpoint_failures(server):

@@ -326,7 +326,7 @@ def test_by_default_the_shipped_pair_is_measured_greedily():
 @pytest.mark.parametrize(
     ("extra", "sentence"),
     [
-        (["--output", "TWICE", "--predictor", "other=/nowhere"], "twice.jsonl cannot be read or written (File exists)"),
+        (["--output", "TWICE", "--predictor", "other=/nowhere"], "twice.jsonl is a file; give a folder"),
         (["--limit", "0"], "limit 0 leaves no prompt"),
         (["--prompts", "TWICE", "--predictor", "other=/nowhere"], "twice.jsonl: two prompts share the id 7;"),
         (["--prompts", "absent.jsonl"], "absent.jsonl"),

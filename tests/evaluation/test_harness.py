@@ -45,6 +45,15 @@ metric_list:
 """
 
 
+def test_a_task_that_there_is_not_is_one_sentence(monkeypatch, refused):
+    def unknown() -> None:
+        raise ValueError("Tasks not found: nosuch")
+
+    monkeypatch.setattr("shape.evaluation.harness.cli_evaluate", unknown)
+    said = refused(main, "--model", "shape", "--tasks", "nosuch", alone=True)
+    assert "(Tasks not found: nosuch); shape harness ls tasks lists its tasks" in said
+
+
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory) -> Path:
     """Two tasks over a local file."""

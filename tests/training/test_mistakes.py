@@ -34,6 +34,7 @@ from shape.cli.train import main
         (["--extraction.before=8", "--predictor.attention=true"], "whole texts; give --extraction.before null"),
         (["--extraction.before=8", "--predictor.kind=eagle", "--predictor.markov_rank=0"], "attends to whole texts"),
         (["--features=memory://there", "--predictor.attention=true"], "copy it into a folder"),
+        (["--trainer.devices=999"], "trainer.devices is 999, which on a CPU are as many processes"),
         (["--trainer.precision=fp4"], "Lightning's Trainer cannot be made with these options"),
         (["--trainer.max_time=forever"], "Lightning's Trainer cannot be made with these options"),
         (["--trainer.accelerator=gpu"], "Lightning's Trainer cannot be made with these options"),
