@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import math
 import signal
 import sys
 from collections.abc import Collection, Iterator
@@ -119,6 +120,38 @@ def exit_on_error(interrupted: str = "") -> Iterator[None]:
     finally:
         if before is not None:
             signal.signal(signal.SIGTERM, before)
+
+
+def require(
+    options: object,
+    names: str,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    group: str = "",
+) -> None:
+    """Raises ConfigError for the first option that is given and is no finite number within these bounds.
+
+    Args:
+        names: of the options, with blanks between; a list of values is looked at one by one.
+        group: what stands before the names on the command line, for example "training.".
+    """
+    low = f"at least {least}" if above is None else f"above {above}"
+    advice = {"above 0": "a positive number", "at least 0": "0 or more"}.get(low, low)
+    if most is not None:
+        advice = f"a number from {least} to {most}" if above is None else f"a number {low} and at most {most}"
+    for name in names.split():
+        value = getattr(options, name)
+        for each in value if isinstance(value, list) else [value]:
+            if each is None or (
+                math.isfinite(each)
+                and (least is None or each >= least)
+                and (above is None or each > above)
+                and (most is None or each <= most)
+            ):
+                continue
+            raise ConfigError(f"{group}{name} is {each}; give {advice}")
 
 
 def is_full_disk(error: BaseException) -> bool:

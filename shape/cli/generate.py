@@ -30,6 +30,7 @@ def parser() -> CommandParser:
 def main(arguments: Sequence[str] | None = None) -> None:
     with exit_on_error():
         options = parser().options(GenerateOptions, arguments)
+        options.check()
         from shape.cli.terminal import generate  # behind the parser, which answers --help without it
 
         generate(options)

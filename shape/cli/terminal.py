@@ -190,9 +190,6 @@ def load(options: GenerateOptions) -> ShapeDecoder:
 
 def generate(options: GenerateOptions) -> None:
     """Answers one prompt (given, or from standard input), or chats where a terminal is attached."""
-    if options.max_new_tokens < 1 or options.temperature < 0:
-        name, least = ("max_new_tokens", 1) if options.max_new_tokens < 1 else ("temperature", 0)
-        raise ConfigError(f"{name} is {getattr(options, name)}; give at least {least}")
     rule = rule_of(options)  # an unknown one is reported before anything is loaded
     if options.misses is not None and not rule.lossless:
         raise ConfigError(f"misses are what the target writes, which {rule.name} does not; leave one of the two out")

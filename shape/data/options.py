@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from shape.errors import ConfigError
+from shape.errors import ConfigError, require
 from shape.target.options import PlacedOptions
 
 
@@ -26,17 +26,13 @@ class AnswerOptions:
     batch_size: int = 16
     seed: int = 0
 
-    def check(self) -> None:
-        """Raises ConfigError for values out of range."""
-        if self.max_new_tokens < 1 or self.temperature <= 0:
-            raise ConfigError(
-                f"max_new_tokens {self.max_new_tokens} and temperature {self.temperature:g} must be above 0; for "
-                "greedy answers set sampled_share to 0"
-            )
-        if not 0.0 <= self.sampled_share <= 1.0 or self.batch_size < 1:
-            raise ConfigError(
-                f"sampled_share {self.sampled_share} must be within 0 and 1, and batch_size {self.batch_size} above 0"
-            )
+    def check(self, group: str = "") -> None:
+        """Raises ConfigError for the first value out of range, under its name behind that of its group."""
+        require(self, "max_new_tokens batch_size", above=0, group=group)
+        require(self, "sampled_share", least=0, most=1, group=group)
+        if self.temperature == 0:
+            raise ConfigError(f"{group}temperature is 0; for greedy answers give {group}sampled_share 0")
+        require(self, "temperature", above=0, group=group)
 
 
 @dataclass(kw_only=True)
@@ -103,8 +99,5 @@ class CompileOptions(PlacedOptions):
 
     def check(self) -> None:
         """Raises ConfigError for the first value out of range."""
-        for name in ("samples", "max_new_tokens", "prefix", "depth", "most", "limit"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; give a positive number")
-        if self.temperature < 0:
-            raise ConfigError(f"temperature is {self.temperature}; give 0 or more")
+        require(self, "samples max_new_tokens prefix depth most limit", above=0)
+        require(self, "temperature", least=0)

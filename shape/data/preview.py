@@ -11,15 +11,14 @@ from shape import bundled
 from shape.data.encoding import Encoded, encode_all
 from shape.data.options import PreviewOptions
 from shape.data.reading import load_conversations
-from shape.errors import ConfigError, DataError
+from shape.errors import DataError, require
 from shape.target.loading import read_tokenizer
 
 
 def preview(options: PreviewOptions) -> None:
     """Print some conversations and a summary. Raises DataError for what cannot be read."""
-    for name, least in (("n", 0), ("max_length", 1)):
-        if getattr(options, name) < least:
-            raise ConfigError(f"{name} is {getattr(options, name)}; give at least {least}")
+    require(options, "n", least=0)
+    require(options, "max_length", above=0)
     conversations = load_conversations(
         options.data,
         limit=options.limit,

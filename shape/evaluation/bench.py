@@ -11,7 +11,7 @@ from shape.data.backends import off_in_words, switched_off
 from shape.data.conversations import Conversation
 from shape.data.reading import load_conversations
 from shape.drafters import DRAFTERS, Drafter
-from shape.errors import ConfigError, DataError
+from shape.errors import ConfigError, DataError, require
 from shape.evaluation.journal import JOURNAL
 from shape.evaluation.methods import ASSISTED, Assisted, Configured, Method, TransformersMethod
 from shape.evaluation.options import BenchOptions, several
@@ -28,12 +28,14 @@ from shape.target.openvino import OpenVinoTarget
 
 def bench(options: BenchOptions) -> list[SpeedResults]:
     """Measures every setting, and writes results.json and results.md of each into `options.output` or below it."""
-    if options.max_turns is not None and options.max_turns < 1:
-        raise ConfigError(f"max_turns {options.max_turns} leaves nothing to answer; give at least 1")
+    require(options, "max_turns max_new_tokens repeats batch_size context_length", least=1)
+    require(options, "warmup temperature", least=0)
     lengths: Sequence[int | None] = several(options.context_length)
     asked = list(product(several(options.temperature), several(options.batch_size), lengths))
-    if len(set(asked)) < len(asked) or not asked:
-        raise ConfigError("temperature, batch_size or context_length holds no value, or one twice; give each once")
+    for name in ("temperature", "batch_size", "context_length"):
+        values = several(getattr(options, name))
+        if not values or len(set(values)) < len(values):
+            raise ConfigError(f"{name} {values} holds no value, or one twice; give each once")
     chosen, source = chosen_prompts(options.prompts or None, options.limit, options.chat_template_kwargs)
     prompts = [replace(each, turns=each.turns[: options.max_turns]) for each in chosen]
     shared = SpeedSetting(

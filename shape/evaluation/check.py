@@ -16,7 +16,7 @@ from shape.drafters import Drafter, NgramDrafter, TrainedDrafter, TreeShape, mak
 from shape.drafters.cost import Costs, break_even, expected_length
 from shape.drafters.recipes.drafter import RecipeDrafter
 from shape.drafters.recipes.pack import Pack
-from shape.errors import CheckpointError, ConfigError, DataError
+from shape.errors import CheckpointError, ConfigError, DataError, require
 from shape.evaluation.doctor import diagnose
 from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import ENOUGH, Estimate
@@ -54,11 +54,8 @@ def check(options: CheckOptions) -> dict[str, Any]:
         UnsupportedTarget: the target cannot be verified exactly, with the reason.
         DataError: no prompt fits into the target's positions.
     """
-    if min(options.batch_size, options.limit, options.max_new_tokens) < 1 or options.temperature < 0:
-        raise ConfigError(
-            "batch_size, limit and max_new_tokens have to be at least 1 and temperature at least 0; got "
-            f"{options.batch_size}, {options.limit}, {options.max_new_tokens} and {options.temperature:g}"
-        )
+    require(options, "batch_size limit max_new_tokens", least=1)
+    require(options, "temperature", least=0)
     if options.limit < options.batch_size:
         raise ConfigError(
             f"batch_size {options.batch_size} cannot be filled with limit {options.limit} prompts; raise the limit"

@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from shape.data.backends import off_in_words, sampling, switched_off
 from shape.drafters import Drafter, OracleDrafter, make_drafter
-from shape.errors import ConfigError, DataError, UnsupportedTarget
+from shape.errors import ConfigError, DataError, UnsupportedTarget, require
 from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import ENOUGH, Estimate, estimate, few_units_note, number, quantile, ratio
 from shape.evaluation.files import json_by_line
@@ -329,20 +329,19 @@ def _counted(cases: Sequence[Case]) -> str:
 
 def _check(options: EfficiencyOptions) -> None:
     """Raises ConfigError for values out of range, before anything is loaded."""
-    batches, temperatures, dtypes = map(several, (options.batch_size, options.temperature, options.dtype))
-    if max(batches, default=0) > options.limit or min(batches, default=0) < 1:
-        raise ConfigError(f"batch_size {batches} has to lie between 1 and limit {options.limit}; raise the limit")
+    require(options, "limit repeats batch_size", least=1)
+    require(options, "temperature", least=0)
+    for name in ("batch_size", "temperature", "dtype"):
+        if not several(getattr(options, name)):
+            raise ConfigError(f"{name} holds no value; give at least one")
+    if (most := max(several(options.batch_size))) > options.limit:
+        raise ConfigError(f"batch_size {most} cannot be filled with limit {options.limit} prompts; raise the limit")
     if options.max_new_tokens < 2:
         raise ConfigError(
             f"max_new_tokens is {options.max_new_tokens}, and the first token comes with the prefill, which is not "
             "measured; give at least 2"
         )
-    if options.repeats < 1 or min(temperatures, default=-1) < 0 or not dtypes:
-        raise ConfigError(
-            f"repeats must be at least 1, temperature at least 0, and dtype at least one; got {options.repeats}, "
-            f"{temperatures} and {dtypes}"
-        )
-    for dtype in dtypes:
+    for dtype in several(options.dtype):
         resolve_dtype(dtype)
     for name in options.drafter:
         make_drafter(name)

@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 
 from shape.data.backends import sampling, switched_off
 from shape.data.conversations import Conversation, Prompt
-from shape.errors import ConfigError, DataError
+from shape.errors import ConfigError, DataError, require
 from shape.evaluation.environment import Environment
 from shape.evaluation.files import loads
 from shape.evaluation.journal import JOURNAL, Journal, refuse_other
@@ -98,17 +98,12 @@ class SpeedSetting:
         """
         if not any(method is None or method == "transformers" for method in methods.values()):
             raise ConfigError("the methods hold no baseline to compare with; add autoregressive or transformers")
-        if min(self.max_new_tokens, self.repeats) < 1 or self.warmup < 0 or self.temperature < 0:
-            raise ConfigError(
-                "max_new_tokens and repeats must be at least 1, warmup and temperature at least 0; "
-                f"got {self.max_new_tokens}, {self.repeats}, {self.warmup} and {self.temperature:g}"
-            )
-        if self.batch < 1 or (self.context_length is not None and self.context_length < 1):
-            raise ConfigError(f"batch is {self.batch} and context_length {self.context_length}; give positive numbers")
+        require(self, "max_new_tokens repeats batch context_length", least=1)
+        require(self, "warmup temperature", least=0)
         single = [name for name, one in methods.items() if isinstance(one, Assisted) or one in (LOOKUP, ASSISTED)]
         if self.batch > 1 and single:
             raise ConfigError(
-                f"transformers decodes one prompt at a time for {single[0]}; leave it out, or give a batch of 1"
+                f"transformers decodes one prompt at a time for {single[0]}; leave it out, or give batch size 1"
             )
         refuse_shared_ids(prompts, source or "the given prompts")
         if prompts:
@@ -118,7 +113,7 @@ class SpeedSetting:
         """Raises DataError where so many prompts fill no batch."""
         if count < self.batch:
             raise DataError(
-                f"a batch of {self.batch} cannot be filled with {count} prompts; give more, or a smaller batch"
+                f"batch size {self.batch} cannot be filled with {count} prompts; give more, or a smaller one"
             )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shape.errors import ConfigError
+from shape.errors import ConfigError, require
 from shape.features.trainer import TrainerOptions
 from shape.target.options import TargetOptions
 
@@ -41,6 +41,15 @@ class StorageOptions:
     cache: str | None = None
     cache_gigabytes: float = 50.0
 
+    def check_storage(self, group: str = "") -> None:
+        """Raises ConfigError for the first value out of range, under its name behind that of its group."""
+        require(self, "batch_size shard_size", above=0, group=group)
+        require(self, "cache_gigabytes", least=0, group=group)
+        if self.feature_dtype is not None and self.feature_dtype not in _STORABLE:
+            raise ConfigError(f"{group}feature_dtype is {self.feature_dtype}; give one of {', '.join(_STORABLE)}")
+        if self.before is not None and self.before < 1:
+            raise ConfigError(f"{group}before is {self.before}; give a positive number of states, or null for all")
+
 
 @dataclass
 class FeatureOptions(StorageOptions):
@@ -68,14 +77,8 @@ class FeatureOptions(StorageOptions):
 
     def check_for(self, target: str, positions: int | None, depth: int | None) -> None:
         """The same where the target is known by name, positions and number of blocks alone."""
-        for name in ("max_length", "batch_size", "shard_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; give a positive number")
-        if self.feature_dtype is not None and self.feature_dtype not in _STORABLE:
-            raise ConfigError(f"feature_dtype is {self.feature_dtype}; features are stored in {', '.join(_STORABLE)}")
-        if self.before is not None and self.before < 1:
-            raise ConfigError(f"before is {self.before}; give a positive number of states, or null for all")
+        self.check_storage()
+        require(self, "max_length", above=0)
         if longest(self.max_length, positions) > (positions or math.inf):
             raise ConfigError(
                 f"max_length is {self.max_length}, but target {target} has {positions} positions; "

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
-from shape.errors import ConfigError
+from shape.errors import ConfigError, require
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -64,9 +64,8 @@ class TrainerOptions:
         """
         import pytorch_lightning as pl
 
-        for name in ("accumulate_grad_batches", "log_every_n_steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"trainer.{name} is {getattr(self, name)}; give at least 1")
+        require(self, "accumulate_grad_batches log_every_n_steps", least=1, group="trainer.")
+        require(self, "gradient_clip_val", least=0, group="trainer.")
         if self.strategy.startswith("fsdp") and self.strategy != "fsdp":
             raise ConfigError(f"trainer.strategy {self.strategy} is not offered; give fsdp, or ddp")
         own = {each.name for each in fields(self)}

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shape.data.options import AnswerOptions
-from shape.errors import ConfigError
+from shape.errors import ConfigError, DataError, require
 from shape.features.trainer import TrainerOptions
 from shape.target.options import AnsweringOptions, PlacedOptions
 from shape.verification.tree_shape import TreeShape
@@ -126,6 +126,16 @@ class GenerateOptions(DraftOptions):
     trace: str | None = None
     show_draft: bool = False
     show_trace: bool = False
+
+    def check(self) -> None:
+        """Raises ConfigError for the first value that no target is needed to refuse, DataError for an empty prompt."""
+        require(self, "max_new_tokens", least=1)
+        require(self, "temperature top_k", least=0)
+        require(self, "top_p", above=0, most=1)
+        if self.prompt == "":
+            raise DataError("the prompt is empty; give --prompt TEXT, or text on standard input")
+        if self.misses is not None and self.pack is None:
+            raise ConfigError("misses are of a pack, and none is given; give one, or leave misses out")
 
 
 @dataclass(kw_only=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shape.data.options import AnswerOptions
-from shape.errors import ConfigError
+from shape.errors import ConfigError, require
 from shape.features.options import FeatureOptions, StorageOptions, with_state
 from shape.features.trainer import TrainerOptions
 from shape.target.options import TargetOptions
@@ -240,13 +240,8 @@ class TrainingOptions:
 
     def check(self) -> None:
         """Raises ConfigError for the first value out of range."""
-        for name in ("steps", "batch_size", "checkpoint_every", "conversations", "max_minutes"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ConfigError(f"training.{name} is {value}; give a positive number")
-        for name in ("warmup_steps", "weight_decay", "noise", "workers"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"training.{name} is {getattr(self, name)}; give 0 or more")
+        require(self, "steps batch_size checkpoint_every conversations max_minutes", above=0, group="training.")
+        require(self, "warmup_steps weight_decay noise workers", least=0, group="training.")
         if not 0 < self.learning_rate < 1:
             raise ConfigError(f"training.learning_rate is {self.learning_rate}; give a value between 0 and 1")
         if self.ema is not None and not 0 < self.ema < 1:
@@ -302,7 +297,7 @@ class TrainOptions(TargetOptions):
             fresh optimiser; for a target that was fine-tuned, or for data of another kind.
         output: folder of the exported predictor; checkpoints, logs and features go below it.
         regenerate: let the target answer the prompts of `data` itself, and learn from its answers (kept in the
-            features folder); false learns from the answers as they are, which is right where shape.regenerate or a
+            features folder); false learns from the answers as they are, which is right where shape regenerate or a
             server wrote them.
         features: folder of stored features, or an address that fsspec knows (s3://...), made by shape extract or by an
             earlier run, or to be filled; null is `features` in the output folder.
@@ -376,7 +371,8 @@ class TrainOptions(TargetOptions):
     def check(self) -> None:
         """Raises ConfigError for options that contradict each other or are out of range, before anything is loaded."""
         self.training.check()
-        self.regeneration.check()
+        self.regeneration.check("regeneration.")
+        self.extraction.check_storage("extraction.")
         self.trainer.check()
         if Path(self.output).resolve() == Path(self.target).resolve():
             raise ConfigError(f"output {self.output} is the target's folder, which would be replaced; give another")
@@ -390,7 +386,7 @@ class TrainOptions(TargetOptions):
             raise ConfigError(
                 "shard_target shares out the target within training, which neither stores its features nor answers "
                 "with it; give --online true, or --features that are stored, and --regenerate false with data that "
-                "holds its answers (shape.regenerate)"
+                "holds its answers (shape regenerate)"
             )
         if self.predictor.kind == "model" and self.losses.on_states:
             raise ConfigError(
@@ -400,12 +396,11 @@ class TrainOptions(TargetOptions):
             )
         if not self.online:
             self._check_features()
-        for name, least in (("prompts", 1), ("max_new_tokens", 2), ("every", 1), ("patience", 1)):
-            value = getattr(self.validation, name)
-            if value is not None and value < least:
-                raise ConfigError(f"validation.{name} is {value}; give at least {least}")
-        if self.measurement.limit < 0 or self.measurement.max_new_tokens < 1 or self.measurement.temperature < 0:
-            raise ConfigError("measurement needs limit >= 0, max_new_tokens >= 1 and temperature >= 0; correct them")
+        require(self, "limit", least=1)
+        require(self.validation, "prompts every patience", least=1, group="validation.")
+        require(self.validation, "max_new_tokens", least=2, group="validation.")
+        require(self.measurement, "limit temperature", least=0, group="measurement.")
+        require(self.measurement, "max_new_tokens", least=1, group="measurement.")
         for name in {"wandb", "mlflow"} & set(self.loggers):
             if find_spec(name) is None:
                 raise ConfigError(f"the logger {name} is not installed; pip install {name}, or give another --logger")

@@ -178,7 +178,10 @@ def test_report_counts_every_token(tiny_target):
     [
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "x", "--predictor", "/nowhere", "--trace", "."], ". is a folder; give a file"),
-        (["--prompt", "x", "--temperature", "-1"], "temperature is -1.0; give at least 0"),
+        (["--prompt", "x", "--temperature", "-1"], "temperature is -1.0; give 0 or more"),
+        (["--prompt", "x", "--temperature", ".nan"], "temperature is nan; give 0 or more"),
+        (["--prompt", "x", "--top_p", "2"], "top_p is 2.0; give a number above 0 and at most 1"),
+        (["--prompt", "x", "--top_k", "-1"], "top_k is -1; give 0 or more"),
         (["--prompt", "x", "--predictor", "/nowhere"], "predictor /nowhere cannot be read"),
         (
             ["--prompt", "x", "--target", "/nowhere", "--drafter", "ngram"],

@@ -14,7 +14,7 @@ from shape.errors import ConfigError
 from shape.generation.decoder import ShapeDecoder
 
 
-def test_compile_merge_and_inspect(tiny_target_folder, tmp_path, capsys, refused):
+def test_compile_merge_and_inspect(tiny_target_folder, tmp_path, capsys, monkeypatch, refused):
     ask = write_rows(tmp_path / "prompts.jsonl", *({"id": str(i), "turns": [f"say {i % 2}"]} for i in range(4)))
     one, two, both = (str(tmp_path / f"{name}.pack") for name in ("one", "two", "both"))
     given = ["--target", str(tiny_target_folder), "--prompts", str(ask), "--max_new_tokens", "12", "--prefix", "2"]
@@ -44,6 +44,9 @@ def test_compile_merge_and_inspect(tiny_target_folder, tmp_path, capsys, refused
     compiles = ["compile", "--target", "/nowhere", "--prompts", given[3], "--output", two]
     assert "neither json nor a MODULE:FUNCTION" in refused(main, *compiles, "--verify", "nothing")
     assert "'math:sqrt' does not take a prompt and an answer" in refused(main, *compiles, "--verify", "math:sqrt")
+    monkeypatch.setattr("shape.data.reading._hub_rows", lambda source: pytest.fail(f"asked for {source}"))
+    with pytest.raises(pytest.fail.Exception, match="asked for someone/prompts"):
+        main([*compiles, "--prompts", "someone/prompts"])
     assert "missing.jsonl" in refused(main, *compiles, "--misses", str(tmp_path / "missing.jsonl"))
     assert "limit is 0; give a positive number" in refused(main, *compiles, "--limit", "0")
     assert "most is 0; give a positive number" in refused(main, "merge", two, "--output", both, "--most", "0")

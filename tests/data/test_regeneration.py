@@ -187,7 +187,7 @@ def test_bad_input(tmp_path):
         regenerate([Conversation("x", (Message("assistant", "a"),))], Echo(), tmp_path / "b.jsonl", progress=False)
     with pytest.raises(ConfigError, match=r"let its name end in \.jsonl or \.jsonl\.gz"):
         regenerate(many(1), Echo(), tmp_path / "c.json", progress=False)
-    with pytest.raises(ConfigError, match=r"sampled_share 2\.0 must be within 0 and 1"):
+    with pytest.raises(ConfigError, match=r"sampled_share is 2\.0; give a number from 0 to 1"):
         regenerate(many(1), Echo(), tmp_path / "d.jsonl", AnswerOptions(sampled_share=2.0), progress=False)
 
 

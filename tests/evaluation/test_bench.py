@@ -187,13 +187,13 @@ def test_several_temperatures_batches_and_contexts(arguments, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("extra", "sentence"),
     [
-        (["--max_turns", "0"], "max_turns 0 leaves nothing to answer; give at least 1"),
+        (["--max_turns", "0"], "max_turns is 0; give at least 1"),
         (["--temperature", "-1"], "temperature at least 0"),
         (["--temperature", "[0,-1]"], "temperature at least 0"),
         (["--context_length", "0"], "give positive numbers"),
         (["--context_length", "[64,0]"], "give positive numbers"),
-        (["--batch_size", "9"], "a batch of 9 cannot be filled with 3 prompts"),
-        (["--batch_size", "[1,9]"], "a batch of 9 cannot be filled with 3 prompts"),
+        (["--batch_size", "9"], "batch size 9 cannot be filled with 3 prompts"),
+        (["--batch_size", "[1,9]"], "batch size 9 cannot be filled with 3 prompts"),
         (["--methods", "[shape]"], "no baseline"),
         (["--methods", "[ngram,shape@rejection]"], "no baseline"),
         (
@@ -333,7 +333,10 @@ def test_by_default_the_shipped_pair_is_measured_greedily():
         (["--methods", "[autoregressive,magic]", "--target", "TARGET"], "drafter 'magic' is unknown"),
         (["--methods", "[autoregressive@typical-lossy,shape]"], "method autoregressive takes no acceptance rule"),
         (["--max_new_tokens", "4000"], "no prompt can be measured"),
-        (["--temperature", "[]"], "holds no value, or one twice"),
+        (["--temperature", "[]"], "temperature [] holds no value, or one twice"),
+        (["--batch_size", "[1,-1]"], "batch_size is -1; give at least 1"),
+        (["--warmup", "-1"], "warmup is -1; give 0 or more"),
+        (["--temperature", ".nan"], "temperature is nan; give 0 or more"),
         (["--batch_size", "[2,2]"], "holds no value, or one twice"),
         (["--context_length", "[64,250]"], "contexts of 250 tokens and"),
         (["--target", "/nowhere"], "target /nowhere cannot be loaded"),

@@ -172,7 +172,7 @@ def test_what_does_not_belong_together_is_said_at_once(questions, tiny_target, t
     [
         (["--target", "/nowhere"], "target /nowhere cannot be loaded"),
         (["--target", "/nowhere", "--drafter", "[suffix+sufix]"], "drafter 'sufix' is unknown; did you mean suffix?"),
-        (["--batch_size", "0"], "batch_size, limit and max_new_tokens have to be at least 1"),
+        (["--batch_size", "0"], "batch_size is 0; give at least 1"),
         (["--batch_size", "16"], "batch_size 16 cannot be filled with limit 12 prompts; raise the limit"),
     ],
 )

@@ -158,7 +158,7 @@ def test_the_command_writes_what_it_measured(tiny_target_folder, tmp_path):
     assert len(run(again)) == 4  # of the same settings
     with pytest.raises(ConfigError, match=r"measurement with other settings \(temperature\)"):
         run(replace(options, temperature=[1.0]))
-    with pytest.raises(ConfigError, match="has to lie between 1 and limit 2"):
+    with pytest.raises(ConfigError, match="cannot be filled with limit 2 prompts"):
         run(EfficiencyOptions(limit=2, batch_size=[4]))
 
 
@@ -200,7 +200,7 @@ def test_prompts_that_do_not_fit_are_left_out_and_those_measured_are_counted(tin
     ("options", "sentence"),
     [
         ({"max_new_tokens": 1}, "give at least 2"),
-        ({"repeats": 0}, "repeats must be at least 1"),
+        ({"repeats": 0}, "repeats is 0; give at least 1"),
         ({"temperature": [0.0, -1.0]}, "temperature at least 0"),
         ({"dtype": []}, "dtype at least one"),
         ({"dtype": ["float32", "flaot16"]}, "dtype flaot16 is not a floating-point dtype"),

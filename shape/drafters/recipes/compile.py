@@ -6,7 +6,6 @@ What varies from one answer to the next is in no recipe, nor what was written wh
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, ones_like
@@ -48,8 +47,7 @@ def compile_pack(options: CompileOptions, load: Callable[[], tuple[Target, Calla
         load: gives the target and ``ShapeDecoder.generate`` of it, once all files have been read.
     """
     verify = None if options.verify is None else make_verify(options.verify)
-    prompts = load_prompts(Path(options.prompts), options.chat_template_kwargs)
-    prompts = evenly_by_category(prompts, options.limit)
+    prompts = evenly_by_category(load_prompts(options.prompts, options.chat_template_kwargs), options.limit)
     misses = [miss for path in options.misses for miss in read_misses(path)]
     target, generate = load()
     counts, refused = Counts(), 0
