@@ -24,7 +24,7 @@ from shape.data.journal import AnswerJournal
 from shape.data.reading import load_conversations, load_prompts
 from shape.drafters.recipes.compile import read_misses
 from shape.drafters.recipes.pack import Pack, Recipe
-from shape.errors import CheckpointError, ConfigError, DataError, FeatureStoreError, ShapeError
+from shape.errors import CheckpointError, ConfigError, DataError, FeatureStoreError, ShapeError, UnsupportedTarget
 from shape.evaluation.journal import Journal
 from shape.evaluation.report import traced
 from shape.evaluation.report.sources import find
@@ -32,6 +32,7 @@ from shape.features.store import FeatureStore
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.loading import load_predictor
 from shape.generation.timing import _kept
+from shape.target.model import Target
 from shape.training.checkpoints import sound_checkpoint
 from shape.training.parsing import read_options
 
@@ -118,6 +119,28 @@ def drafting(tiny_target, tiny_predictor_folder):
 
     load(tiny_predictor_folder)
     return load
+
+
+def test_what_is_no_predictor_is_called_what_it_is(tiny_target_folder, tiny_predictor_folder, tmp_path, caplog):
+    with pytest.raises(CheckpointError, match="is a language model and no predictor; give it as target"):
+        load_predictor(tiny_target_folder)
+    with pytest.raises(CheckpointError, match=r"config\.json is a file; give the folder of a predictor"):
+        load_predictor(tiny_target_folder / "config.json")
+    folder = shutil.copytree(tiny_predictor_folder, tmp_path / "copy")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 96}))
+    with pytest.raises(CheckpointError, match=r"not those of its configuration \(.*missing, too many or of another"):
+        load_predictor(folder)
+    assert not caplog.records
+
+
+def test_a_target_whose_weights_are_cut_or_gone_says_so(tiny_target_folder, tmp_path):
+    folder = shutil.copytree(tiny_target_folder, tmp_path / "copy")
+    weights = folder / "model.safetensors"
+    for damage in (lambda: weights.write_bytes(weights.read_bytes()[:20]), weights.unlink):
+        damage()
+        with pytest.raises(UnsupportedTarget, match="missing or damaged: copy or download them again"):
+            Target.load(folder)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])

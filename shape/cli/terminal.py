@@ -179,6 +179,8 @@ def load(options: GenerateOptions) -> ShapeDecoder:
         num_draft_tokens=options.num_draft_tokens,
         **of_pair(options),
     )
+    if decoder.tokenizer is None:
+        raise DataError(f"target {decoder.target.name} has no tokenizer; give a folder that has one")
     alone = predictor is None and options.drafter is None and options.pack is None
     drafter = getattr(decoder.drafter, "name", "none")
     told = f"; no predictor is given, so {drafter} drafts" if alone else ""

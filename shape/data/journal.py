@@ -16,6 +16,10 @@ Entry = tuple[int, dict[str, Any] | None, int, str | None]
 """(index of the conversation, its row or None, user messages, what ended it early or None)."""
 
 
+# What a run is begun with, beside its data and what is the target's own.
+_OPTIONS = ("dtype", "max_length", "max_new_tokens", "model", "sampled_share", "seed", "temperature")
+
+
 class AnswerJournal:
     """Finished conversations, a batch in each line, behind a line with all that the run depends on; a file for each
     process that writes, of which all read all.
@@ -67,8 +71,10 @@ class AnswerJournal:
                             self._note(path, at, batch)
                         else:
                             begun = typed(dict[str, Any], json.loads(line))
-                    if not at:
-                        self._compare(path, begun)
+                    if not at and (other := self._other(begun)):
+                        if path.stat().st_size == len(line):  # of which nothing was answered: begun anew
+                            break
+                        raise ConfigError(f"{path} was begun with {other}; give the same again, or delete it")
                     at += len(line)
             self._read[path] = at
 
@@ -103,12 +109,15 @@ class AnswerJournal:
             self.places[entry[0]] = path, start, size
             start += size + len(", ")
 
-    def _compare(self, path: Path, begun: dict[str, Any]) -> None:
+    def _other(self, begun: dict[str, Any]) -> str:
+        """How it was begun where that is not as now."""
         names = begun.keys() | self.settings.keys()
         other = sorted(name for name in names if begun.get(name) != self.settings.get(name))
-        if other:
-            said = ", ".join(f"{name} {begun.get(name)} against {self.settings.get(name)}" for name in other)
-            raise ConfigError(f"{path} was begun with other options ({said}); give the same again, or delete it")
+        values = {name: (begun.get(name), self.settings.get(name)) for name in _OPTIONS if name in other}
+        said = [f"{name} {was} (now {now})" for name, (was, now) in values.items() if None not in (was, now)]
+        said += ["other conversations"] if "data" in other else []
+        said += ["another target"] if set(other) - {"data", *_OPTIONS} else []
+        return ", ".join(said or other)
 
 
 def _line(values: Any) -> bytes:

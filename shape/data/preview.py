@@ -12,7 +12,7 @@ from shape.data.encoding import Encoded, encode_all
 from shape.data.options import PreviewOptions
 from shape.data.reading import load_conversations
 from shape.errors import DataError, require
-from shape.target.loading import read_tokenizer
+from shape.target.loading import read_config, read_tokenizer
 
 
 def preview(options: PreviewOptions) -> None:
@@ -27,6 +27,7 @@ def preview(options: PreviewOptions) -> None:
     )
     tokenizer = read_tokenizer(bundled.resolve(options.target), options.target, {})
     if tokenizer is None:
+        read_config(options.target)  # which says so where there is no target at all
         raise DataError(f"there is no tokenizer in {options.target}; give a folder or a hub id that has one")
     encoded = encode_all(conversations, tokenizer, options.max_length, skip_bad_rows=options.skip_bad_rows)
     console = Console()

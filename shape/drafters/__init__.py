@@ -64,9 +64,10 @@ def _make(name: str, given: Mapping[str, Drafter | None]) -> Drafter | None:
     if name not in others.names:
         known = ["none", *DRAFTERS, *sorted(others.names - DRAFTERS.keys()), *given]
         meant = did_you_mean(name, [*known, "shape", "model", "mtp", "recipes"])
+        advice = f"{meant} Known are" if meant else "; use one of"
         raise ConfigError(
-            f"drafter {name!r} is unknown{meant}; use one of {', '.join(known)}, or several joined by +; with a "
-            "predictor, pack or smaller model also shape, recipes or model"
+            f"drafter {name!r} is unknown{advice} {', '.join(known)}, or several joined by +; with a predictor, "
+            "pack or smaller model also shape, recipes or model"
         )
     try:
         return others[name].load()()

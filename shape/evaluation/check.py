@@ -63,7 +63,7 @@ def check(options: CheckOptions) -> dict[str, Any]:
     asked = options.prompts or bundled.path("data", "validation.jsonl.gz")
     prompts, source = chosen_prompts(asked, options.limit, options.chat_template_kwargs)
     refuse_shared_ids(prompts, source)
-    refuse_unknown(options.drafter or ())
+    refuse_unknown(options.drafter or (), options.predictor, options.pack)
     if options.predictor is not None:
         decoder = ShapeDecoder.from_pretrained(
             predictor=options.predictor, target=options.target, dtype=options.dtype, **of_pair(options)

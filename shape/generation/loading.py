@@ -1,13 +1,15 @@
 """From names to parts: a target and its drafter from folders, hub ids, bundled names, or models at hand."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from shape import bundled
 from shape.drafters import Drafter, ModelDrafter, TrainedDrafter, TreeShape, make_drafter
@@ -53,11 +55,18 @@ def needs_predictor(drafter: str | None) -> bool:
     return drafter is None or not {"shape", "model", *PREDICTOR_KINDS}.isdisjoint(drafter.split("+"))
 
 
-def refuse_unknown(drafters: Iterable[str]) -> None:
-    """Raises ConfigError for names, joined by "+", that no drafter has, before a target is loaded for them."""
+def refuse_unknown(drafters: Iterable[str], predictor: object, pack: object) -> None:
+    """Raises ConfigError for names, joined by "+", that no drafter has, or that need a predictor or a pack where none
+    is given, before a target is loaded for them.
+    """
     parts = {part for name in drafters for part in name.split("+")}
-    for part in sorted(parts - {"shape", "model", "recipes", *PREDICTOR_KINDS}):
+    predictors = {"shape", "model", *PREDICTOR_KINDS}
+    for part in sorted(parts - predictors - {"recipes"}):
         make_drafter(part)
+    if "recipes" in parts and pack is None:
+        raise ConfigError("drafter 'recipes' needs a pack; give --pack FILE, which `shape recipes compile` writes")
+    if not predictor and (missing := sorted(parts & predictors - {_OWN_LAYER})):
+        raise ConfigError(f"drafter {missing[0]!r} needs a predictor; give --predictor DIR")
 
 
 @dataclass(frozen=True)
@@ -127,9 +136,12 @@ def load_pair(
     if network is not None and network.kind != PREDICTOR_KINDS.get(predictor_name, network.kind):
         raise ConfigError(f"drafter {name!r} is asked for, and predictor {predictor} is of kind {network.kind}")
     if target is None:
-        raise ConfigError(f"{predictor} is a language model, which drafts for any with its tokens: give a target")
+        raise ConfigError(
+            f"{predictor} is a language model, which drafts for any with its tokens; give a target beside it, or give "
+            "it as target to decode it"
+        )
     if not isinstance(length, int | None) and not (is_model and trained):
-        raise ConfigError(f"num_draft_tokens is {length!r}, as smaller models that draft take it; give a number")
+        raise ConfigError(f"num_draft_tokens {length} is for a smaller model as drafter; give a number")
     # What is wrong with these is said before a target is loaded.
     limit = length if isinstance(length, int) else None
     make_drafter("none", None, limit)
@@ -257,7 +269,7 @@ def is_language_model(source: str | Path, **hub: Any) -> bool:
 def _target_of(network: Predictor, source: str | Path) -> str:
     """Name of the target that a predictor was trained for."""
     if (known := network.config.target_identity) is None:
-        raise TargetMismatch(f"predictor {source} does not say which target it was trained for; give it")
+        raise TargetMismatch(f"predictor {source} does not say which target it was trained for; give a target")
     return known["name"]
 
 
@@ -277,6 +289,10 @@ def load_predictor(source: str | Path, target: TargetSource | None = None, form:
         f"give a folder written by shape train or a hub id{'' if Path(where).exists() else ': no such folder is here'}"
     )
     with reading(f"predictor {source}", CheckpointError, advice):
+        if Path(where).is_file():
+            raise CheckpointError(f"predictor {source} is a file; give the folder of a predictor")
+        if form == "auto" and is_language_model(source, **hub):
+            raise CheckpointError(f"{source} is a language model and no predictor; give it as target")
         if form != "auto" or format_of(_config_of(source, hub)) is not None:
             given = target if isinstance(target, str | Path | None) else target.config
             return _sound(load_foreign(where, given, form, **hub), source)
@@ -284,15 +300,30 @@ def load_predictor(source: str | Path, target: TargetSource | None = None, form:
         typed(TreeShape, config.draft or {})
         if config.target_identity is not None:
             TargetIdentity.from_dict(config.target_identity)
-        found: Any = PREDICTORS[config.kind].from_pretrained(where, config=config, output_loading_info=True, **hub)
+        with _without_report():
+            found: Any = PREDICTORS[config.kind].from_pretrained(
+                where, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **hub
+            )
     predictor, info = found
     # transformers would fill in what is missing at random, and every draft would be refused.
-    if wrong := sorted({*info["missing_keys"], *info["unexpected_keys"], *map(str, info["mismatched_keys"])}):
+    sizes = (key if isinstance(key, str) else key[0] for key in info["mismatched_keys"])
+    if wrong := sorted({*info["missing_keys"], *info["unexpected_keys"], *sizes}):
         raise CheckpointError(
-            f"the weights of predictor {source} are not those of its configuration ({', '.join(wrong[:3])} missing or "
-            "too many); it may be of another version of this package: train it anew"
+            f"the weights of predictor {source} are not those of its configuration ({', '.join(wrong[:3])} missing, "
+            "too many or of another size); it may be of another version of this package: train it anew"
         )
     return _sound(predictor.eval().requires_grad_(False), source)
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """Without transformers' table of weights that do not fit, which are named here in a sentence."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
 
 
 def _sound(predictor: Predictor, source: str | Path) -> Predictor:

@@ -134,8 +134,6 @@ class GenerateOptions(DraftOptions):
         require(self, "top_p", above=0, most=1)
         if self.prompt == "":
             raise DataError("the prompt is empty; give --prompt TEXT, or text on standard input")
-        if self.misses is not None and self.pack is None:
-            raise ConfigError("misses are of a pack, and none is given; give one, or leave misses out")
 
 
 @dataclass(kw_only=True)

@@ -35,6 +35,8 @@ _OFTEN_GIVEN = [
     *("device_map", "drafter", "fall_back", "num_draft_tokens", "predictor", "tree", "draft_device"),
     *_OURS,
 ]
+# What transformers, safetensors and torch say of weights that are not there or cut.
+_WEIGHTS_GONE = ("no file named", "deserializing header", "PytorchStreamReader", "Unable to load weights")
 # What says which files are read: all that a tokenizer takes, of which any other would become a setting.
 FILE_OPTIONS = HUB_OPTIONS | {"trust_remote_code", "code_revision", "subfolder", "gguf_file"}
 
@@ -155,9 +157,12 @@ def read_config(target: str | Path, **options: Any) -> PretrainedConfig:
     try:
         config, _ = AutoConfig.from_pretrained(where, return_unused_kwargs=True, **known)  # these are not merged here
     except Exception as error:  # damaged files have errors of many kinds
+        there = Path(where).exists()
+        # Of a path transformers would say why it is no name on the hub.
+        reason = "" if not there and str(target).startswith((".", "/")) else f" ({first_line(error)})"
         raise UnsupportedTarget(
             f"target {target} cannot be loaded; give a folder with config.json or the id of a reachable hub "
-            f"model{'' if Path(where).exists() else ': no such folder is here'} ({first_line(error)})"
+            f"model{'' if there else ': no such folder is here'}{reason}"
         ) from error
     if config.model_type == "shape":
         raise UnsupportedTarget(f"{target} is a predictor; give it as predictor, and a language model as target")
@@ -226,6 +231,14 @@ def only(names: Set[str], options: Mapping[str, Any]) -> dict[str, Any]:
 
 def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def not_loaded(target: Any, error: Exception) -> UnsupportedTarget:
+    """What to say where the weights of a target cannot be read."""
+    said = first_line(error)
+    gone = any(phrase in said for phrase in _WEIGHTS_GONE)
+    advice = "; its weights are missing or damaged: copy or download them again" if gone else ""
+    return UnsupportedTarget(f"target {target} cannot be loaded{advice} ({said})")
 
 
 def unknown_option(target: Any, error: TypeError) -> ConfigError:

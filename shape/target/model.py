@@ -33,6 +33,7 @@ from shape.target.loading import (
     default_device,
     dtype_of,
     first_line,
+    not_loaded,
     only,
     read_config,
     read_tokenizer,
@@ -195,7 +196,7 @@ class Target:
         except TypeError as error:  # transformers gives what it does not know to the model
             raise unknown_option(target, error) from error
         except Exception as error:  # a quantiser that is not installed, damaged files: each has errors of its own
-            raise UnsupportedTarget(f"target {target} cannot be loaded ({first_line(error)})") from error
+            raise not_loaded(target, error) from error
         if quantize is not None:
             quantize_model(model, quantize)
         loaded = cls(model.requires_grad_(False), tokenizer, name=str(target), revision=revision)

@@ -173,6 +173,13 @@ def test_report_counts_every_token(tiny_target):
     assert report(output.stats).startswith(f"{output.stats.emitted + 1} tokens, acceptance length 1.00 (none)")
 
 
+def test_a_target_without_a_tokenizer_is_told_before_the_warm_up(tiny_target, tmp_path, monkeypatch, refused):
+    monkeypatch.setattr(ShapeDecoder, "warm_up", lambda self, **options: pytest.fail("the loops are compiled"))
+    tiny_target.model.save_pretrained(tmp_path)
+    said = refused(main, "--target", str(tmp_path), "--prompt", "x")
+    assert said == f"error: target {tmp_path} has no tokenizer; give a folder that has one"
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -187,7 +194,8 @@ def test_report_counts_every_token(tiny_target):
             ["--prompt", "x", "--target", "/nowhere", "--drafter", "ngram"],
             "target /nowhere cannot",
         ),
-        (["--prompt", "x", "--drafter", "magic"], "drafter 'magic' is unknown"),
+        (["--prompt", "x", "--drafter", "magic"], "drafter 'magic' is unknown; use one of none, "),
+        (["--prompt", "x", "--drafter", "sufix"], "'sufix' is unknown; did you mean suffix? Known are none, "),
         (["--prompt", "x", "--acceptance", "typical"], "acceptance rule 'typical' is unknown"),
         (["--prompt", "x", "--typical_lossy.epsilon", "2"], "typical-lossy has epsilon 2"),
         (["--prompt", "x", "--misses", "log"], "misses are of a pack, and none is given"),

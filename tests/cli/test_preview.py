@@ -38,6 +38,11 @@ def test_a_tokenizer_that_fails_without_a_word(tmp_path, monkeypatch, refused):
 def test_bad_input_exits_with_status_2(tmp_path, refused):
     error = refused(main, "--data", str(tmp_path / "none.jsonl"), "--target", str(tmp_path), alone=True)
     assert "none.jsonl does not exist" in error
+    data = write_rows(
+        tmp_path / "rows.jsonl", {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    )
+    error = refused(main, "--data", str(data), "--target", "./typo", alone=True)
+    assert "target ./typo cannot be loaded" in error and error.endswith("hub model: no such folder is here")
     for name, advice in (("n", "0 or more"), ("max_length", "a positive number")):
         error = refused(main, "--data", "none.jsonl", "--target", "T", f"--{name}=-1", alone=True)
         assert f"{name} is -1; give {advice}" in error

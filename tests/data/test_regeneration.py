@@ -153,13 +153,27 @@ def test_resuming_with_other_options_is_refused(tmp_path):
     output = tmp_path / "out.jsonl"
     with pytest.raises(KeyboardInterrupt):
         regenerate(many(30), Stopping(), output, AnswerOptions(batch_size=4), progress=False)
-    with pytest.raises(ConfigError, match=r"begun with other options .*data "):
+    with pytest.raises(ConfigError, match="begun with other conversations; give the same again"):
         regenerate(many(29), Echo(), output, AnswerOptions(batch_size=4), progress=False)
-    with pytest.raises(ConfigError, match="name echo against other"):
+    seeded = AnswerOptions(batch_size=4, seed=1)
+    with pytest.raises(ConfigError, match=r"begun with seed 0 \(now 1\), another target; give the same"):
+        regenerate(many(30), Echo("other"), output, seeded, progress=False)
+    with pytest.raises(ConfigError, match="begun with another target;"):
         regenerate(many(30), Echo("other"), output, AnswerOptions(batch_size=4), progress=False)
     assert regenerate(many(30), Echo(), output, AnswerOptions(batch_size=4), progress=False).rows == 30
     with pytest.raises(ConfigError, match="exists already; delete it or name another"):
         regenerate(many(30), Echo(), output, AnswerOptions(batch_size=4), progress=False)
+
+
+def test_what_was_begun_otherwise_and_has_no_answer_is_begun_anew(tmp_path):
+    class Refusing(Echo):
+        def generate(self, requests):
+            raise DataError("nobody answers")
+
+    output = tmp_path / "out.jsonl"
+    with pytest.raises(DataError, match="nobody answers"):
+        regenerate(many(3), Refusing("other"), output, progress=False)
+    assert regenerate(many(3), Echo(), output, progress=False).rows == 3
 
 
 @pytest.mark.parametrize("size", [2, 7])

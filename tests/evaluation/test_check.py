@@ -180,6 +180,12 @@ def test_mistakes_are_one_sentence_and_status_2(refused, arguments, sentence):
     assert sentence in refused(main, *arguments)
 
 
+def test_what_a_drafter_needs_is_told_before_anything_is_loaded(refused):
+    given = ["--target", "/nowhere", "--drafter"]
+    assert "drafter 'recipes' needs a pack; give --pack FILE" in refused(main, *given, "suffix+recipes", alone=True)
+    assert "drafter 'eagle3' needs a predictor; give --predictor DIR" in refused(main, *given, "eagle3", alone=True)
+
+
 def test_prompts_that_share_an_id_are_refused_before_anything_is_loaded(refused, tmp_path):
     file = write_rows(tmp_path / "twice.jsonl", {"id": 7, "prompt": "Hello"}, {"id": 7, "prompt": "Hi"})
     said = refused(main, "--target", "/nowhere", "--prompts", str(file))
