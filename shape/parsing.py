@@ -5,7 +5,7 @@ import sys
 from argparse import SUPPRESS, Action
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from itertools import islice
 from types import NoneType, UnionType
 from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin
@@ -26,7 +26,14 @@ _WRONG_TYPES = (
 )
 _KINDS = {
     "int": "an integer", "float": "a number", "str": "a text", "bool": "true or false", "NoneType": "null",
-    "list[int]": "a list of integers", "list[float]": "a list of numbers", "list[str]": "a list of texts",
+    "dict": "a mapping such as '{name: value}'", "list[int]": "a list of integers", "list[float]": "a list of numbers", "list[str]": "a list of texts",
+}  # fmt: skip
+
+
+# What is often asked for under other packages' names.
+_MEANT = {
+    "lr": "training.learning_rate", "wd": "training.weight_decay", "epochs": "training.steps",
+    "max_epochs": "training.steps", "max_steps": "training.steps",
 }  # fmt: skip
 
 
@@ -90,8 +97,13 @@ class CommandParser(ArgumentParser):
         """Arguments in which what is given for lists is written as one: `--methods suffix,shape`."""
         found: list[str] = []
         option = ""  # whose value comes next
+        once: set[str] = set()  # options of lists, of which jsonargparse would take the last alone
         for argument in arguments:
             name, equals, value = argument.partition("=")
+            if name in once and name.startswith("--"):
+                self.error(f"{name} is given twice; give one list: {name} '[A, B]'")
+            if self._lists(name):
+                once.add(name)
             if not argument.startswith("--"):
                 argument = self._as_list(option, argument)
             elif equals:
@@ -100,10 +112,16 @@ class CommandParser(ArgumentParser):
             found.append(argument)
         return found
 
-    def _as_list(self, option: str, value: str) -> str:
+    def _kinds(self, option: str) -> tuple[Any, ...]:
+        """What an option takes, one or several types."""
         hint = getattr(self._option_string_actions.get(option), "_typehint", None)
-        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        lists = [kind for kind in kinds if get_origin(kind) is list]
+        return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+    def _lists(self, option: str) -> list[Any]:
+        return [kind for kind in self._kinds(option) if get_origin(kind) is list]
+
+    def _as_list(self, option: str, value: str) -> str:
+        kinds, lists = self._kinds(option), self._lists(option)
         if not lists or str in kinds or value.startswith("[") or value == "null":
             return value
         one = any(kind not in (*lists, NoneType) for kind in kinds) and "," not in value
@@ -119,15 +137,24 @@ class CommandParser(ArgumentParser):
         if other := re.match(r"Group '(.*)' does not accept option '(.*)'|Option '(.*)' is not accepted", message):
             option = "--" + (other[3] or f"{other[1]}.{other[2]}")
             return f"{files} has the unknown option {option[2:]}{did_you_mean(option, options)}"
+        if nested := re.match(r"[^\"]*\"([\w.]+)\".* Option '(\w+)' is not accepted", message, re.DOTALL):
+            kinds = filter(is_dataclass, self._kinds(f"--{nested[1]}"))
+            option, known = f"--{nested[1]}.", [field.name for kind in kinds for field in fields(kind)]
+            return (
+                f"unknown option {option}{nested[2]}{did_you_mean(option + nested[2], [option + one for one in known])}"
+            )
         unknown = re.match(r"[Uu]nrecognized arguments: (\S+)", message)
         if unknown is None:
             text = re.sub(r'^(Parser key|Key) "([^"]+)":', r"--\2:", message.strip())
-            text = re.sub(r"<class '(\w+)'>", r"\1", text)
+            text = re.sub(r"<class '(\w+)'>", r"\1", text).replace("dict[str, typing.Any]", "dict")
             return _in_words(re.sub(r"\s*\n\s*", " ", text).removesuffix("."))
         option = unknown[1].partition("=")[0]
         if not option.startswith("-"):
             return f"{option!r} is no option of {self.prog}"
-        return f"unknown option {option}{did_you_mean(option, options)}"
+        if option == "--num_beams":
+            return "unknown option --num_beams; beam search is not supported: answers are greedy or sampled"
+        meant = f"--{_MEANT.get(option.removeprefix('--'))}"
+        return f"unknown option {option}{f'; did you mean {meant}?' if meant in options else did_you_mean(option, options)}"
 
 
 def _in_words(message: str) -> str:

@@ -43,6 +43,8 @@ def parser() -> CommandParser:
     told = "logs of decoding with them; what was missed at least twice becomes a recipe"
     reader.add_argument("--misses", type=list[str], default=[], help=told)
     commands.add_subcommand("merge", reader)
+    for name, reader in commands.choices.items():
+        reader.prog = f"shape recipes {name}"
     return parser
 
 

@@ -72,6 +72,7 @@ class TrainerOptions:
         free = signature(pl.Trainer).parameters.keys() - own - _SET_BY_TRAINING
         for name in sorted(self.more.keys() - free):
             known = get_close_matches(name, own | free, n=1) or sorted(free)
+            known = ["--training.steps"] if name in ("max_steps", "max_epochs") else known
             raise ConfigError(
                 f"trainer.{name} is no option of Lightning's Trainer that can be given here; did you mean "
                 f"{' or '.join(known)}?"

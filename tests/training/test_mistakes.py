@@ -50,6 +50,7 @@ from shape.cli.train import main
         (["--tree.depth=0"], "tree.depth is 0; give at least 1"),
         (["--trainer.nonsense=3"], "trainer.nonsense is no option of Lightning's Trainer"),
         (["--trainer.max_steps=3"], "trainer.max_steps is no option of Lightning's Trainer that can be given here"),
+        (["--trainer.max_epochs=3"], "did you mean --training.steps?"),
     ],
 )
 def test_mistakes_get_one_sentence_before_any_work(
