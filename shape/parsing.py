@@ -26,7 +26,8 @@ _WRONG_TYPES = (
 )
 _KINDS = {
     "int": "an integer", "float": "a number", "str": "a text", "bool": "true or false", "NoneType": "null",
-    "dict": "a mapping such as '{name: value}'", "list[int]": "a list of integers", "list[float]": "a list of numbers", "list[str]": "a list of texts",
+    "list[int]": "a list of integers", "list[float]": "a list of numbers", "list[str]": "a list of texts",
+    "dict": "a mapping such as '{name: value}'",
 }  # fmt: skip
 
 
@@ -97,12 +98,12 @@ class CommandParser(ArgumentParser):
         """Arguments in which what is given for lists is written as one: `--methods suffix,shape`."""
         found: list[str] = []
         option = ""  # whose value comes next
-        once: set[str] = set()  # options of lists, of which jsonargparse would take the last alone
+        once: set[str] = set()  # options of names, of which jsonargparse would take the last alone
         for argument in arguments:
             name, equals, value = argument.partition("=")
             if name in once and name.startswith("--"):
-                self.error(f"{name} is given twice; give one list: {name} '[A, B]'")
-            if self._lists(name):
+                self.error(f"{name} is given twice; give one list: {name} [A,B]")
+            if list[str] in self._kinds(name):
                 once.add(name)
             if not argument.startswith("--"):
                 argument = self._as_list(option, argument)
@@ -117,11 +118,9 @@ class CommandParser(ArgumentParser):
         hint = getattr(self._option_string_actions.get(option), "_typehint", None)
         return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
-    def _lists(self, option: str) -> list[Any]:
-        return [kind for kind in self._kinds(option) if get_origin(kind) is list]
-
     def _as_list(self, option: str, value: str) -> str:
-        kinds, lists = self._kinds(option), self._lists(option)
+        kinds = self._kinds(option)
+        lists = [kind for kind in kinds if get_origin(kind) is list]
         if not lists or str in kinds or value.startswith("[") or value == "null":
             return value
         one = any(kind not in (*lists, NoneType) for kind in kinds) and "," not in value
@@ -138,11 +137,10 @@ class CommandParser(ArgumentParser):
             option = "--" + (other[3] or f"{other[1]}.{other[2]}")
             return f"{files} has the unknown option {option[2:]}{did_you_mean(option, options)}"
         if nested := re.match(r"[^\"]*\"([\w.]+)\".* Option '(\w+)' is not accepted", message, re.DOTALL):
-            kinds = filter(is_dataclass, self._kinds(f"--{nested[1]}"))
-            option, known = f"--{nested[1]}.", [field.name for kind in kinds for field in fields(kind)]
-            return (
-                f"unknown option {option}{nested[2]}{did_you_mean(option + nested[2], [option + one for one in known])}"
-            )
+            group, option = f"--{nested[1]}", f"--{nested[1]}.{nested[2]}"
+            kinds = filter(is_dataclass, self._kinds(group))
+            known = [f"{group}.{field.name}" for kind in kinds for field in fields(kind)]
+            return f"unknown option {option}{did_you_mean(option, known)}"
         unknown = re.match(r"[Uu]nrecognized arguments: (\S+)", message)
         if unknown is None:
             text = re.sub(r'^(Parser key|Key) "([^"]+)":', r"--\2:", message.strip())
@@ -154,7 +152,7 @@ class CommandParser(ArgumentParser):
         if option == "--num_beams":
             return "unknown option --num_beams; beam search is not supported: answers are greedy or sampled"
         meant = f"--{_MEANT.get(option.removeprefix('--'))}"
-        return f"unknown option {option}{f'; did you mean {meant}?' if meant in options else did_you_mean(option, options)}"
+        return f"unknown option {option}{did_you_mean(meant if meant in options else option, options)}"
 
 
 def _in_words(message: str) -> str:
