@@ -5,11 +5,13 @@ import logging
 import math
 import signal
 import sys
+import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from threading import current_thread, main_thread
+from typing import Any
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NOTHING_WRITTEN = "nothing was written"
@@ -97,6 +99,7 @@ def exit_on_error(interrupted: str = "") -> Iterator[None]:
     log_to_stderr()
     ours = current_thread() is main_thread()
     before = signal.signal(signal.SIGTERM, signal.default_int_handler) if ours else None
+    warnings.formatwarning = _warned
     try:
         yield
     except ShapeError as error:
@@ -118,6 +121,7 @@ def exit_on_error(interrupted: str = "") -> Iterator[None]:
         print("; ".join(filter(None, ("interrupted", interrupted))), file=sys.stderr)
         sys.exit(130)
     finally:
+        warnings.formatwarning = _of_python
         if before is not None:
             signal.signal(signal.SIGTERM, before)
 
@@ -160,6 +164,15 @@ def is_full_disk(error: BaseException) -> bool:
     said = isinstance(error, OSError) and error.errno in _NO_SPACE
     said = said or any(f"(os error {number})" in str(error) for number in _NO_SPACE)  # as Rust has it
     return said or (behind is not None and is_full_disk(behind))
+
+
+_of_python = warnings.formatwarning
+
+
+def _warned(message: Warning | str, category: type[Warning], filename: str, *place: Any) -> str:
+    """Warnings of this package as a line of their own, without the place in the source."""
+    ours = Path(filename).is_relative_to(Path(__file__).parent)
+    return f"warning: {message}\n" if ours else _of_python(message, category, filename, *place)
 
 
 def _explained(error: Exception) -> str | None:

@@ -1,12 +1,33 @@
 """How loops of the host are compiled: by numba, at their first call on a machine, and kept for later processes."""
 
+import logging
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numpy as np
 from numba import njit
+from numba.core.event import Event, Listener, register
 
+_LOG = logging.getLogger(__name__)
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class _Told(Listener):
+    """Says once in a process that a loop is compiled, as that takes up to a minute on a machine's first run."""
+
+    told = False
+
+    def on_start(self, event: Event) -> None:
+        if not self.told and event.data["dispatcher"].py_func.__module__.startswith("shape."):
+            self.told = True
+            _LOG.info("compiling loops for this machine, which takes a while once: they are kept")
+
+    def on_end(self, event: Event) -> None:
+        """Nothing to say."""
+
+
+COMPILING = _Told()
+register("numba:compile", COMPILING)
 
 
 def compiled(function: Function, *relaxed: str) -> Function:

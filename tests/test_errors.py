@@ -2,12 +2,14 @@
 
 import errno
 import re
+import warnings
 from operator import attrgetter
 
 import numpy as np
 import pytest
 import torch
 
+import shape.errors
 from shape.errors import GO_ON, DataError, exit_on_error
 from shape.training.options import TrainOptions
 
@@ -61,6 +63,14 @@ def test_an_interrupt_has_the_shells_status(capsys, left):
         raise KeyboardInterrupt
     assert caught.value.code == 130
     assert capsys.readouterr().err == (f"interrupted; {GO_ON}\n" if left else "interrupted\n")
+
+
+def test_our_warnings_are_a_line_without_a_place():
+    with exit_on_error():
+        assert warnings.formatwarning("of ours", UserWarning, shape.errors.__file__, 7) == "warning: of ours\n"
+        told = warnings.formatwarning("of others", UserWarning, "other.py", 7, "")
+        assert told == "other.py:7: UserWarning: of others\n"
+    assert warnings.formatwarning("of ours", UserWarning, shape.errors.__file__, 7) != "warning: of ours\n"
 
 
 def test_our_own_errors_are_not_hidden():

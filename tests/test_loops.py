@@ -1,5 +1,7 @@
 """Compiling the host's loops."""
 
+from numba import njit
+
 from shape import loops
 
 
@@ -12,3 +14,18 @@ def test_without_a_place_to_keep_it_a_loop_is_compiled_all_the_same(monkeypatch)
     real = loops.njit
     monkeypatch.setattr(loops, "njit", njit)
     assert loops.compiled(lambda x: x + 1)(2) == 3
+
+
+def test_compiling_is_said_once(monkeypatch, caplog):
+    monkeypatch.setattr(loops.COMPILING, "told", False)
+
+    def loop(x):
+        return x
+
+    loop.__module__ = "shape.example"
+    with caplog.at_level("INFO", "shape"):
+        for given in (1, 1.0):
+            njit(loop)(given)
+    assert [record.message for record in caplog.records] == [
+        "compiling loops for this machine, which takes a while once: they are kept"
+    ]

@@ -32,8 +32,8 @@ def parser() -> CommandParser:
         "--predictor",
         action="append",
         metavar="[NAME=]DIR",
-        help="a trained predictor and its name in the table; may be repeated (default: quickstart-shape, or none "
-        "beside a target)",
+        help="a trained predictor and its name in the table; may be repeated; without one it is quickstart-shape, "
+        "or none beside a target",
     )
     parser.add_argument(
         "--render",

@@ -9,7 +9,7 @@
 
 Every option can be set in a YAML file (`--config`), and `--print_config` writes one. Other defaults
 come from configs/quickstart.yaml for the target that ships, and for any other from the defaults of the options: the
-same predictor, its sizes and its number of steps chosen for target and data (`shape.training.defaults`). `--dry-run`
+same predictor, its sizes and its number of steps chosen for target and data. `--dry-run`
 says what that would be, and what it would take, before anything is done.
 """
 

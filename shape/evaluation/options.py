@@ -42,8 +42,7 @@ class BenchOptions(DraftOptions):
         repeats: timed runs per answer, of which the one of median decode time counts.
         warmup: prompts answered once by every method before the measurement.
         seed: of the sampling.
-        prepacked: weights in the layout of the CPU's matrix kernels, for all methods (see `shape.target.prepack`);
-            default: where there is room.
+        prepacked: weights in the layout of the CPU's matrix kernels, for all methods; default: where there is room.
         pack: recipes that the method recipes looks up.
         label: heading of the table.
         fall_back: decode without drafts for a while where drafting does not pay, and on a CPU verify no more of a draft
@@ -81,7 +80,7 @@ class CheckOptions(AnsweringOptions):
         predictor: folder, hub id or bundled name of a trained predictor, or of a smaller model with the target's
             tokens; default: an untrained predictor of the default size that runs once per depth, which costs at least
             as much per draft as a trained one of the default kind.
-        pack: recipes of `shape.drafters.recipes.drafter`.
+        pack: a file of `shape recipes compile`.
         drafter: measured on the prompts, interleaved: names as in `shape bench`; default: those without training, the
             target's own MTP layer, the predictor, the recipes, and hybrids of these; [] measures none.
         prompts: JSON-lines file, of the task in question; default: the bundled validation prompts.
@@ -123,8 +122,7 @@ class EfficiencyOptions(PairOptions):
         temperature: 0 is greedy. One, or several.
         batch_size: prompts decoded together. One number, or several.
         drafter: measured beside the predictor.
-        prepacked: weights in the layout of the CPU's matrix kernels (see `shape.target.prepack`); default: if there is
-            room.
+        prepacked: weights in the layout of the CPU's matrix kernels; default: if there is room.
         label: heading of the table.
     """
 

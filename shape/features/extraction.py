@@ -35,7 +35,7 @@ from shape.features.storage import Storage
 from shape.features.store import FeatureStore
 from shape.files import appears, human_bytes, written_whole
 from shape.target.identity import weights_hash
-from shape.target.loading import of_target
+from shape.target.loading import of_target, read_config
 from shape.target.model import Target, announce
 
 _ESTIMATE_SAMPLE = 256
@@ -60,6 +60,8 @@ def extract_from(options: ExtractOptions) -> FeatureStore:
         limit=options.limit,
         chat_template_kwargs=options.chat_template_kwargs,
     )
+    depth = read_config(options.target, **of_target(options)).get_text_config().num_hidden_layers
+    options.check_for(options.target, None, depth)  # all but the length, which the target knows once it is loaded
     device = options.device_map or trainer.strategy.root_device
     target = Target.load(options.target, dtype=options.dtype, device_map=device, **of_target(options))
     options.check(target)

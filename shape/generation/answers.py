@@ -13,7 +13,7 @@ from shape.data.endpoint import Endpoint, EndpointBackend
 from shape.data.reading import load_conversations
 from shape.data.regeneration import Share, Summary, check_output, in_every_process, regenerate, require_prompts
 from shape.errors import ConfigError, DataError
-from shape.files import sole_writer
+from shape.files import prepare_file, sole_writer
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.options import RegenerationOptions
 from shape.generation.prompts import side_by_side
@@ -136,6 +136,7 @@ def make_backend(options: RegenerationOptions) -> Backend:
 def regenerate_from(options: RegenerationOptions) -> Summary | None:
     """What `shape regenerate` does, cheap checks first; None in processes other than the first."""
     check_output(Path(options.output))
+    prepare_file(options.output)
     _check(options)
     conversations = load_conversations(
         options.data,

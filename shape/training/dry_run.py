@@ -5,6 +5,7 @@ a few steps trained on them, in a folder that is deleted again, and a draft is t
 Elsewhere config.json is enough, and hours are those of an accelerator that is assumed.
 """
 
+import logging
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -78,6 +79,7 @@ def dry_run(options: TrainOptions) -> str:
     if reason := "there is no tokenizer" if tokenizer is None else _obstacle(resolved, size, dtype):
         notes.append(f"measured: nothing, as {reason}")
     else:
+        logging.getLogger(__name__).info("measuring answers, features, steps and drafts; this takes a while")
         draft, hours = _measured(resolved, conversations, text)
     return "\n".join([*Forecast(resolved, size, text, dtype, draft, hours).lines, *notes])
 

@@ -32,8 +32,8 @@ class PredictorOptions:
         window: known states that the predictor reads.
         hidden_size: of eagle, peagle and block, a width other than the target's, with own_heads and own_embeddings;
             null is the target's.
-        intermediate_size: its width; null follows from the target: shape's by `shape.networks.sizing`, that of eagle,
-            peagle, mtp and block is that of the target's own layers. medusa has none.
+        intermediate_size: its width; null follows from the target: shape's is chosen, that of eagle, peagle,
+            mtp and block is that of the target's own layers. medusa has none.
         num_layers: residual blocks at that width; residual layers of each of medusa's heads; decoder layers of the
             others.
         attention: SHAPE's steps also attend to all known positions.
@@ -51,11 +51,11 @@ class PredictorOptions:
         refinement_last_update: which marginal is exact in the end.
         dropout: probability, of kind shape.
         feature_layers: layers of the target that are read, shape's with -1 in the end; auto is a low, a middle and a
-            high one, as published for EAGLE-3 (`shape.networks.sizing`).
+            high one, as published for EAGLE-3.
         transformer_layer_config: of eagle's, peagle's, mtp's and block's decoder layers, what differs from the target's
             geometry.
         draft_vocab_size: draft from so many of the most frequent tokens only; null drafts from all, auto from as many
-            as target and data suggest (`shape.networks.sizing`).
+            as target and data suggest.
         markov_rank: rank of a bias by the token before, for steps that do not read it; 0 is none.
         markov_head_type: whether the bias is of the token alone or, of block, has a state of its own along the path,
             is gated by the network's state, or chooses by both among each step's likeliest tokens (DFlash2).
@@ -68,8 +68,7 @@ class PredictorOptions:
         residual_bias: biases in medusa's residual layers.
         own_heads: output embeddings of its own, started from the target's.
         own_embeddings: input embeddings of its own, started from the target's.
-        mask_token_id: token of the target that fills block's and peagle's places; null chooses one
-            (`shape.training.defaults`).
+        mask_token_id: token of the target that fills block's and peagle's places; null chooses one.
         sample_from_anchor: block's first place drafts too (DSpark), or only those behind it (DFlash).
         sliding_window_non_causal: block's layers with a sliding window see all places, and not those before alone.
         confidence_head_with_markov: block's confidence reads the Markov table too.
@@ -131,7 +130,7 @@ class PredictorOptions:
 
 @dataclass(frozen=True)
 class Losses:
-    """Weights of the losses (`shape.training.losses`), and the factor by which each further step counts less.
+    """Weights of the losses, and the factor by which each further step counts less.
 
     Attributes:
         mse: weight of the mean squared error of states.
@@ -198,8 +197,8 @@ class TrainingOptions:
     """How the predictor is optimised.
 
     Attributes:
-        steps: optimiser steps; null follows from the data (`shape.training.defaults`).
-        batch_size: positions (roots) per optimiser step, over all processes and accumulated parts together.
+        steps: optimiser steps; null follows from the data.
+        batch_size: positions per optimiser step, over all processes and accumulated parts together.
         learning_rate: AdamW's peak, reached after `warmup_steps`.
         warmup_steps: steps over which the learning rate rises to its peak.
         decay: how the learning rate falls to zero over the remaining steps.

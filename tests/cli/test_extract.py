@@ -28,6 +28,13 @@ def arguments(target: Path, data: Path, output: Path, *more: str) -> list[str]:
     return [*command, "--trainer.enable_progress_bar", "false", *more]
 
 
+def test_what_needs_no_weights_is_said_before_they_are_loaded(tiny_target_folder, data, tmp_path, monkeypatch, refused):
+    monkeypatch.setattr("shape.target.model.Target.load", lambda *given, **named: pytest.fail("the target is loaded"))
+    given = arguments(tiny_target_folder, data, tmp_path / "out")
+    for more, said in (("--shard_size=0", "shard_size is 0; give a positive number"), ("--layers=9,-1", "layers")):
+        assert said in refused(main, *given, more, alone=True)
+
+
 def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
 

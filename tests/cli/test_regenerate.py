@@ -80,3 +80,9 @@ def test_a_request_to_end_interrupts(tmp_path, tiny_target_folder, monkeypatch, 
     assert not (tmp_path / "out.jsonl").exists()
     main(command)
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 9 and len(called) < 2 + 5 + 1
+
+
+def test_an_output_that_cannot_be_is_said_before_the_target_is_loaded(tmp_path, refused):
+    (tmp_path / "file").touch()
+    given = ["--target", "/nowhere", "--data", "none.jsonl", "--output", str(tmp_path / "file" / "out.jsonl")]
+    assert refused(main, *given, alone=True) == f"error: {tmp_path / 'file'} is a file; give a folder"

@@ -1,6 +1,7 @@
 """What a training would take, said before anything is done: by config.json, and measured where weights are here."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -72,13 +73,14 @@ def test_dtype_auto_is_the_checkpoints(dtype, size, tmp_path, capsys):
     assert f"target {size}" in capsys.readouterr().out
 
 
-def test_where_weights_are_here_it_is_measured(tiny_target_folder, tmp_path, capsys):
+def test_where_weights_are_here_it_is_measured(tiny_target_folder, tmp_path, capsys, caplog):
     """Prompts without answers: the target writes some. Nothing is left behind."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(f'{{"id": "p{i}", "turns": ["say {i}"]}}\n' for i in range(20)))
     sizes = ["--training.batch_size=32", "--regeneration.max_new_tokens=16", "--regeneration.batch_size=4"]
     main([f"--target={tiny_target_folder}", f"--data={prompts}", f"--output={tmp_path / 'out'}", *sizes, "--dry-run"])
     said = capsys.readouterr().out
+    assert "measuring answers, features, steps and drafts; this takes a while" in caplog.text
     assert "ms, measured on" in said and "measured here on" in said and "not measured" not in said
     (parts,) = re.findall(r"hours: about \S+ \((.*?)\)", said)
     hours = dict(part.split() for part in parts.split(", "))
@@ -92,6 +94,17 @@ def test_answers_that_ship_cost_nothing(tiny_target):
     for data, written in ((None, False), ("prompts.jsonl", True)):
         options = resolve(TrainOptions(data=data), size, text)
         assert ("answers" in Forecast(options, size, text, torch.float32).hours.parts) == written
+
+
+def test_very_many_passes_are_advised_against(tiny_target):
+    size, few = size_of(tiny_target.model), DataStatistics(1, 50.0, 0.5, 1.0)
+    options = resolve(TrainOptions(data="prompts.jsonl"), size, few)
+    for steps, said in (
+        (10_000, "500,000 passes; give more conversations, or fewer --training.steps"),
+        (1, "50 passes"),
+    ):
+        some = replace(options, training=replace(options.training, steps=steps, batch_size=1200))
+        assert Forecast(some, size, few, torch.float32).lines[1].endswith(f"which is {said}")
 
 
 def test_other_devices_than_here_are_planned_for(tiny_target_folder, tmp_path, capsys):
