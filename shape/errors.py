@@ -99,7 +99,7 @@ def exit_on_error(interrupted: str = "") -> Iterator[None]:
     log_to_stderr()
     ours = current_thread() is main_thread()
     before = signal.signal(signal.SIGTERM, signal.default_int_handler) if ours else None
-    warnings.formatwarning = _warned
+    warnings.formatwarning = _warned  # type: ignore[assignment]  # of fewer names
     try:
         yield
     except ShapeError as error:

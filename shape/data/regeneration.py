@@ -223,8 +223,8 @@ def _answer_all(
         except KeyboardInterrupt:
             told = "interrupted: answers on their way are waited for and kept; interrupt once more to end at once"
             tqdm.write(told, sys.stderr)
-            for each in (signal.SIGINT, signal.SIGTERM):  # threads would be waited for, whatever is raised
-                signal.signal(each, lambda *_: os._exit(130))
+            for request in (signal.SIGINT, signal.SIGTERM):  # threads would be waited for, whatever is raised
+                signal.signal(request, lambda *_: os._exit(130))
             raise
         finally:
             stopped.set()

@@ -329,14 +329,13 @@ class Target:
             if lengths is None or self.switch is None:
                 return self.hidden(input_ids, layers=layers)
             groups = self.switch.groups(lengths, 1)
-            found = [
-                self.hidden(input_ids[rows, : max(lengths[row] for row in rows)], layers=layers) for rows in groups
-            ]
+            some = [input_ids[rows, : max(lengths[row] for row in rows)] for rows in groups]
+            found = [self.hidden(ids, layers=layers) for ids in some]
             if self.sharded and len(groups) == 1:  # another process may have two, and all run every layer together
                 self.hidden(input_ids[:1, :1])
         states = found[0].new_zeros(*input_ids.shape, found[0].shape[-1])
-        for rows, some in zip(groups, found, strict=True):
-            states[rows, : some.shape[1]] = some
+        for rows, own in zip(groups, found, strict=True):
+            states[rows, : own.shape[1]] = own
         return states
 
     @torch.no_grad()

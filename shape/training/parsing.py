@@ -20,8 +20,7 @@ def parser(defaults: Path | None, docstring: str | None = None, common: Sequence
     """The command's options; those of the file `defaults` go before the dataclasses' own."""
     files = [str(defaults)] if defaults else None
     parser = command_parser("train", docstring, TrainOptions, common, default_config_files=files)
-    if files:  # in place of jsonargparse's lines about the file
-        parser._action_groups.remove(parser._default_config_files_group)
+    if files:
         parser.epilog = "Defaults are those for the target that ships; give --target T --help for your own."
     parser.add_argument(*DRY_RUN, action="store_true", help="say what the training would take, and do nothing")
     return parser
