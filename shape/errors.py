@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from threading import current_thread, main_thread
-from typing import Any
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NOTHING_WRITTEN = "nothing was written"
@@ -130,32 +129,28 @@ def require(
     options: object,
     names: str,
     *,
-    least: float | None = None,
+    least: float = 0,
     above: float | None = None,
-    most: float | None = None,
+    most: float = math.inf,
     group: str = "",
 ) -> None:
     """Raises ConfigError for the first option that is given and is no finite number within these bounds.
 
     Args:
         names: of the options, with blanks between; a list of values is looked at one by one.
+        above: a bound in place of `least` that is itself out of range.
         group: what stands before the names on the command line, for example "training.".
     """
     low = f"at least {least}" if above is None else f"above {above}"
     advice = {"above 0": "a positive number", "at least 0": "0 or more"}.get(low, low)
-    if most is not None:
+    if most < math.inf:
         advice = f"a number from {least} to {most}" if above is None else f"a number {low} and at most {most}"
     for name in names.split():
         value = getattr(options, name)
         for each in value if isinstance(value, list) else [value]:
-            if each is None or (
-                math.isfinite(each)
-                and (least is None or each >= least)
-                and (above is None or each > above)
-                and (most is None or each <= most)
-            ):
-                continue
-            raise ConfigError(f"{group}{name} is {each}; give {advice}")
+            within = each is None or (math.isfinite(each) and each <= most)
+            if not within or (each is not None and (each < least if above is None else each <= above)):
+                raise ConfigError(f"{group}{name} is {each}; give {advice}")
 
 
 def is_full_disk(error: BaseException) -> bool:
@@ -169,10 +164,12 @@ def is_full_disk(error: BaseException) -> bool:
 _of_python = warnings.formatwarning
 
 
-def _warned(message: Warning | str, category: type[Warning], filename: str, *place: Any) -> str:
+def _warned(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
     """Warnings of this package as a line of their own, without the place in the source."""
     ours = Path(filename).is_relative_to(Path(__file__).parent)
-    return f"warning: {message}\n" if ours else _of_python(message, category, filename, *place)
+    return f"warning: {message}\n" if ours else _of_python(message, category, filename, lineno, line)
 
 
 def _explained(error: Exception) -> str | None:

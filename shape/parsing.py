@@ -98,13 +98,8 @@ class CommandParser(ArgumentParser):
         """Arguments in which what is given for lists is written as one: `--methods suffix,shape`."""
         found: list[str] = []
         option = ""  # whose value comes next
-        once: set[str] = set()  # options of names, of which jsonargparse would take the last alone
         for argument in arguments:
             name, equals, value = argument.partition("=")
-            if name in once and name.startswith("--"):
-                self.error(f"{name} is given twice; give one list: {name} [A,B]")
-            if list[str] in self._kinds(name):
-                once.add(name)
             if not argument.startswith("--"):
                 argument = self._as_list(option, argument)
             elif equals:

@@ -58,12 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             write_whole(document, render(document.read_text(), results))
             return
         options = options_of(BenchOptions, values)
-        console = Console(highlight=False, markup=False)
+        console = Console(highlight=False)
         found = bench(options)
         for measured in found:
             console.print(measured.table())
         below = "" if len(found) == 1 else "*/"
-        console.print(f"written to {options.output}/{below}results.json and results.md")
+        console.print(f"written to {options.output}/{below}results.json and results.md", markup=False)
 
 
 if __name__ == "__main__":

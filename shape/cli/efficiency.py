@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         from shape.evaluation.efficiency import run, screens
 
-        Console(markup=False).print(*screens(run(options)))
+        Console().print(*screens(run(options)))
 
 
 if __name__ == "__main__":

@@ -169,8 +169,6 @@ def _methods(name: str, predictors: Mapping[str, str], target: Target, options: 
         how |= only({"trust_remote_code"}, of_target(options))
         return {f"{name} by {label}": Assisted(Target.load(folder, **how)) for label, folder in smaller.items()}
     parts = name.split("+")
-    if "shape" in parts and not predictors:
-        raise ConfigError(f"method {name} needs a predictor; give one with --predictor DIR")
     found: dict[str, Method] = {}
     for label, folder in predictors.items() if "shape" in parts else [(name, None)]:
         own = "model" if folder is not None and is_language_model(folder, **of_predictor(options)) else "shape"

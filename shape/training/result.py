@@ -82,7 +82,7 @@ def export_and_measure(
         )
     if prompts and options.measurement.limit:
         results = _measure(options, decoder, prompts)
-        console.print(results.table())
+        Console().print(results.table())
         record["acceptance_length"] = asdict(results.summary[_WHOLE].acceptance_length)
         record["measured_prompts"] = f"{min(len(prompts), options.measurement.limit)}, which chose nothing"
         record["speed_up"] = asdict(results.summary["shape"].speed_up)

@@ -139,10 +139,6 @@ def test_mistakes_get_a_suggestion(output):
         ),
         (["generate", "--chat_template_kwargs=[1]"], "--chat_template_kwargs is [1]; give a mapping such as '{name: "),
         (["recipes", "inspect", "p", "--foo", "1"], "unknown option --foo (shape recipes inspect --help lists the opt"),
-        (
-            ["bench", "--prompts=bench", "--prompts", "kinds"],
-            "--prompts is given twice; give one list: --prompts [A,B] (",
-        ),
         (["train", "--lr=1"], "unknown option --lr; did you mean --training.learning_rate? ("),
         (["train", "--epochs=1"], "unknown option --epochs; did you mean --training.steps? ("),
         (["generate", "--num_beams=4"], "unknown option --num_beams; beam search is not supported"),

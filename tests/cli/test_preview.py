@@ -28,6 +28,7 @@ def test_a_tokenizer_that_fails_without_a_word(tmp_path, monkeypatch, refused):
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", fail)
     write_rows(tmp_path / "data.jsonl", chat("a", "hello", "world").to_row())
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     error = refused(main, "--data", str(tmp_path / "data.jsonl"), "--target", str(tmp_path), alone=True)
     assert "there is no tokenizer in" in error
     (tmp_path / "tokenizer.json").write_text("{}")

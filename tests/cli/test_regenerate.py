@@ -38,7 +38,7 @@ def test_one_regeneration_writes_to_a_file(tmp_path, tiny_target_folder, refused
         (["--endpoint", "http://localhost:1/v1"], "name one with model"),
         (["--endpoint", "localhost", "--model", "m"], "endpoint localhost is no URL"),
         (["--target", "t", "--model", "m"], "model is the name of the target at an endpoint; give --endpoint"),
-        (["--target", "t", "--temperature", "0"], "for greedy answers set sampled_share to 0"),
+        (["--target", "t", "--temperature", "0"], "for greedy answers give sampled_share 0"),
     ],
 )
 def test_contradictory_options(tmp_path, refused, options, sentence):

@@ -188,10 +188,10 @@ def test_several_temperatures_batches_and_contexts(arguments, tmp_path, monkeypa
     ("extra", "sentence"),
     [
         (["--max_turns", "0"], "max_turns is 0; give at least 1"),
-        (["--temperature", "-1"], "temperature at least 0"),
-        (["--temperature", "[0,-1]"], "temperature at least 0"),
-        (["--context_length", "0"], "give positive numbers"),
-        (["--context_length", "[64,0]"], "give positive numbers"),
+        (["--temperature", "-1"], "give 0 or more"),
+        (["--temperature", "[0,-1]"], "give 0 or more"),
+        (["--context_length", "0"], "context_length is 0; give at least 1"),
+        (["--context_length", "[64,0]"], "context_length is 0; give at least 1"),
         (["--batch_size", "9"], "batch size 9 cannot be filled with 3 prompts"),
         (["--batch_size", "[1,9]"], "batch size 9 cannot be filled with 3 prompts"),
         (["--methods", "[shape]"], "no baseline"),
@@ -303,7 +303,7 @@ def test_methods_without_any_named(tiny_target_folder, capsys):
     assert list(load_methods(BenchOptions(predictor=[], methods=["autoregressive", "shape"]))[1]) == [usual[1], "shape"]
     target, methods = load_methods(BenchOptions(target=str(tiny_target_folder)))
     assert list(methods) == [*usual, "suffix"] and f"target {target.name}: float32" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="method shape needs a predictor"):
+    with pytest.raises(ConfigError, match="drafter 'shape' needs a predictor"):
         load_methods(BenchOptions(target=str(tiny_target_folder), methods=["autoregressive", "shape"]))
 
 

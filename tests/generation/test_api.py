@@ -118,7 +118,7 @@ def test_answers_have_a_length_where_nobody_says_one(tiny_target, tiny_model, ti
         (lambda decoder: ShapeDecoder.from_pretrained(target="nowhere", drafter="sufix"), "drafter 'sufix' is unknown"),
         (
             lambda decoder: ShapeDecoder.from_pretrained(target="nowhere", num_draft_tokens="cost"),
-            "num_draft_tokens is 'cost', as smaller models that draft take it",
+            "num_draft_tokens cost is for a smaller model as drafter",
         ),
         (
             lambda decoder: ShapeDecoder.from_pretrained(target="nowhere", drafter="suffix", num_draft_tokens=0),

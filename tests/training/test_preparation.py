@@ -1,5 +1,6 @@
-"""Before training: which conversations are learned from, validated on and measured on."""
+"""Before training, which conversations are learned from, validated on and measured on; after it, what is printed."""
 
+import shlex
 import shutil
 from array import array
 from collections import Counter
@@ -7,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 from helpers import write_rows
-from training_runs import write_conversations
+from training_runs import arguments, write_conversations
 
+from shape.cli.train import main
 from shape.data.conversations import Conversation, Tokens
 from shape.errors import DataError
 from shape.features.storage import Storage
@@ -64,3 +66,13 @@ def test_the_record_says_whose_the_answers_are(kinds, regenerate, said):
     rows = [Conversation(kind, (Message("assistant", "A"),), kind) for kind in sorted(kinds)]
     material = Material([TrainOptions(regenerate=regenerate)], None, rows, set(), [], [], None, None)
     assert material.answers == said
+
+
+def test_the_command_to_try_is_one_for_the_shell_whatever_the_prompt_says(tiny_target_folder, tmp_path, capsys):
+    rows = ({"id": str(i), "turns": [f"it's [/INST] {i}"]} for i in range(4))
+    asked, output = write_rows(tmp_path / "asked.jsonl", *rows), tmp_path / "my [b]"
+    data = write_conversations(tmp_path / "talks.jsonl", 20)
+    more = ["--measurement.limit=2", "--measurement.max_new_tokens=4", f"--measurement.prompts={asked}"]
+    main(arguments(tiny_target_folder, data, output, "--training.steps=3", "--training.decay=none", *more))
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "shape generate" in line)
+    assert shlex.split(line)[2:] == ["--predictor", str(output), "--prompt", "it's [/INST] 0"]

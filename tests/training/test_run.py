@@ -3,7 +3,6 @@
 import csv
 import json
 import re
-import shlex
 import shutil
 from dataclasses import fields, replace
 from inspect import signature
@@ -178,16 +177,6 @@ def test_texts_are_learned_from_and_ask_nothing(tiny_target_folder, tmp_path, ca
     more = ["--training.steps=3", "--training.decay=none", "--measurement.limit=2"]
     main(arguments(tiny_target_folder, data, tmp_path / "out", *more))
     assert "speed was not measured: the data has no chats to ask" in capsys.readouterr().out
-
-
-def test_the_command_to_try_is_one_for_the_shell_whatever_the_prompt_says(tiny_target_folder, tmp_path, capsys):
-    rows = ({"id": str(i), "turns": [f"it's [/INST] {i}"]} for i in range(4))
-    asked, output = write_rows(tmp_path / "asked.jsonl", *rows), tmp_path / "my [b]"
-    data = write_conversations(tmp_path / "talks.jsonl", 20)
-    more = ["--measurement.limit=2", "--measurement.max_new_tokens=4", f"--measurement.prompts={asked}"]
-    main(arguments(tiny_target_folder, data, output, "--training.steps=3", "--training.decay=none", *more))
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if "shape generate" in line)
-    assert shlex.split(line)[2:] == ["--predictor", str(output), "--prompt", "it's [/INST] 0"]
 
 
 def test_the_target_answers_first_unless_told_otherwise(tiny_target_folder, data, tmp_path, capsys, refused):
