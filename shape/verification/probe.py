@@ -144,7 +144,7 @@ def _sliding_window(target: Target) -> tuple[int | None, bool]:
 def _windows_of(target: Target, layers: list[Any]) -> list[int | None]:
     """Of every layer of transformers' cache the window that it drops older tokens by, where a mask can be cut alike."""
     window, by_type = _sliding_window(target)
-    found = [window if layer.is_sliding and layer.sliding_window == window else None for layer in layers]
+    found = [window if getattr(layer, "sliding_window", None) == window else None for layer in layers]
     return found if by_type or None not in found else [None] * len(found)  # layers that are not alike need two masks
 
 
