@@ -81,6 +81,17 @@ def require_the_same_steps(several: Path, one: Path) -> None:
     assert gap < 1e-4 * sum(tensor.float().norm() ** 2 for tensor in weights[0].values())
 
 
+def test_two_processes_take_the_steps_of_one(options, tmp_path):
+    """The least that a change has to keep: each has its half of a batch, and gradients are averaged."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    options += ["--training.steps=2", "--training.warmup_steps=0", "--online=true", "--validation.prompts=2"]
+    main([*options, f"--output={one}"])
+    given = [option for option in options if not option.startswith("--trainer.devices")]
+    launch(str(ROOT / "train/torchrun.sh"), "2", *given, f"--output={two}")
+    assert losses(one).keys() == losses(two).keys() and len(losses(one)) == 2
+    assert all(abs(losses(two)[step] / loss - 1) < 1e-3 for step, loss in losses(one).items())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("network", "sittings"),
