@@ -96,6 +96,8 @@ def written_commands() -> Iterator[tuple[str, str, str]]:
     """(where it stands, module, arguments) of every command that someone may copy."""
     recipes = [*sorted((ROOT / "configs").rglob("*.yaml")), *sorted((ROOT / "train").glob("*.yaml"))]
     texts = {location(path): path.read_text() for path in [*PAGES, *READMES, *recipes]}
+    for path in [*(ROOT / "eval").glob("*.py"), *(ROOT / "eval").glob("*/__main__.py")]:
+        texts[location(path)] = ast.get_docstring(ast.parse(path.read_text())) or ""
     for module in commands.modules():
         path = ROOT / "shape" / "cli" / f"{module.removeprefix('shape.')}.py"
         texts[location(path)] = ast.get_docstring(ast.parse(path.read_text())) or ""
@@ -163,6 +165,7 @@ def test_commands_parse(module, arguments, place, monkeypatch):
         ("shape.recipes", "compile --target T"),
         ("eval.ablate", "baselines --variant eagle"),
         ("eval.quality", "--temperatures 0"),
+        ("eval.claims", "--result eval/results"),
         ("shape.learn", "--steps 5"),
     ],
 )
