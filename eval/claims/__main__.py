@@ -26,6 +26,9 @@ one and chat-12m, on two cores of a CPU. *Not comparable* is what depends on a t
 or has no figure at the source. Of two figures with a semicolon between, the first is of the shipped target.
 """
 
+# What programs were called when some results were measured, and are called now.
+_RENAMED = {"-m shape.evaluation.tables ": "-m eval.tables ", "-m shape.evaluation.ablate ": "-m eval.ablate "}
+
 
 def page(results: Path, root: str = "../../eval/results") -> str:
     """The page of all claims.
@@ -64,7 +67,10 @@ def _how(read: Committed, name: str) -> str:
     if not name.endswith(".json"):
         return "as the table says"
     environment = Environment(**read.json(name)["environment"])
-    return f"`{environment.command}`, {environment.commit}"
+    command = environment.command
+    for before, now in _RENAMED.items():
+        command = command.replace(before, now)
+    return f"`{command}`, {environment.commit}"
 
 
 def write(results: str = "eval/results", output: str = "docs/research/claims.md") -> None:
