@@ -1,9 +1,9 @@
-"""The command line of the programs here: options from dataclasses and functions, errors and results."""
+"""What the programs here share: options from dataclasses and functions, errors, what is counted, and results."""
 
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,19 @@ from jsonargparse import auto_cli
 
 from shape.errors import exit_on_error
 from shape.evaluation.environment import Environment
+from shape.evaluation.estimates import Sums
 
 REPOSITORY = Path(__file__).resolve().parents[1]  # whose commands are run, from whatever folder
+
+
+@dataclass(frozen=True)
+class Spent(Sums):
+    """On one prompt, over all rounds; `equal` are answers that are those of the plain loop."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    forwards: int = 0
+    equal: int = 0
 
 
 def child_variables(**more: str) -> dict[str, str]:

@@ -17,14 +17,13 @@ import torch
 
 from eval import commands
 from eval.llamas import SIZES, random_llama
-from shape.drafters import TrainedDrafter
+from eval.peers.oracle import untrained
 from shape.evaluation.markdown import markdown
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.timing import draft_cost
-from shape.networks.registry import PREDICTORS
 from shape.target.model import Target
 from shape.target.size import Size, size_of
-from shape.training.defaults import network_config, resolve
+from shape.training.defaults import resolve
 from shape.training.forecast import network_size, weights_read
 from shape.training.options import TrainOptions
 
@@ -95,12 +94,8 @@ def measure(name: str, repeats: int) -> list[Line]:
         target = Target.load(name, dtype="bfloat16")
     size, found = size_of(target.model), list[Line]()
     for options in candidates(size):
-        config = network_config(options, target)
-        assert config is not None
-        network = PREDICTORS[config.kind](config)
-        if config.draft_vocab_size is not None:
-            network.draft_vocabulary = torch.arange(config.draft_vocab_size)
-        drafter = TrainedDrafter(network.to(target.dtype).eval(), options.tree)  # type: ignore[arg-type]
+        drafter = untrained(target, options, options.tree)
+        config = drafter.predictor.config
         draft, step = draft_cost(ShapeDecoder(target, drafter), repeats=repeats, clock=thread_time)
         learned = network_size(options, size)
         found.append(

@@ -18,10 +18,11 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig
 
 from eval import commands
+from eval.commands import Spent
 from eval.llamas import random_target
 from eval.peers.oracle import Charged, SteadyOracle, untrained_predictor
 from eval.peers.systems import draft_depth
-from shape.evaluation.estimates import Estimate, Sums, over_prompts, relative_rate
+from shape.evaluation.estimates import Estimate, over_prompts, relative_rate
 from shape.evaluation.markdown import markdown
 from shape.evaluation.runner import Runner, by_decoder, by_transformers
 from shape.generation.decoder import ShapeDecoder
@@ -76,16 +77,6 @@ class RecurrentOptions:
     prompts: int = 3
     new_tokens: int = 64
     rounds: int = 3
-
-
-@dataclass(frozen=True)
-class Spent(Sums):
-    """On one prompt, over all rounds."""
-
-    seconds: float = 0.0
-    tokens: int = 0
-    forwards: int = 0
-    equal: int = 0
 
 
 @dataclass

@@ -14,9 +14,10 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 from eval import commands
+from eval.commands import Spent
 from shape.data.backends import sampling
 from shape.data.conversations import Prompt
-from shape.evaluation.estimates import Estimate, Sums, over_prompts, relative_rate
+from shape.evaluation.estimates import Estimate, over_prompts, relative_rate
 from shape.evaluation.markdown import DASH, markdown
 from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.runner import by_decoder
@@ -42,14 +43,6 @@ class ReproducibleOptions:
     predictor: str = "quickstart-shape"
     prompts: int = 24
     rounds: int = 3
-
-
-@dataclass(frozen=True)
-class Spent(Sums):
-    """On one prompt, over all rounds."""
-
-    seconds: float = 0.0
-    tokens: int = 0
 
 
 @dataclass

@@ -72,8 +72,13 @@ def untrained_predictor(target: Target, chosen: PredictorOptions | None = None) 
     Args:
         chosen: of the network; None is the default one.
     """
-    size = size_of(target.config)
-    config = network_config(resolve(TrainOptions(predictor=chosen or PredictorOptions()), size, None), size)
+    options = resolve(TrainOptions(predictor=chosen or PredictorOptions()), size_of(target.config), None)
+    return untrained(target, options)
+
+
+def untrained(target: Target, options: TrainOptions, tree: TreeShape | None = None) -> TrainedDrafter:
+    """The same of resolved options, as loading makes a drafter of a trained network."""
+    config = network_config(options, size_of(target.config))
     assert config is not None
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -82,4 +87,4 @@ def untrained_predictor(target: Target, chosen: PredictorOptions | None = None) 
         network.draft_vocabulary = torch.arange(config.draft_vocab_size)
     network = network.to(target.dtype).eval()  # type: ignore[arg-type]
     prepack(network)  # as loading does with a trained one
-    return TrainedDrafter(network)
+    return TrainedDrafter(network, tree)
