@@ -140,11 +140,6 @@ def git(*arguments: str) -> str | None:
     return found.stdout.strip() if found.returncode == 0 else None
 
 
-def has_history() -> bool:
-    """Not so in a shallow clone, or where the code is no checkout."""
-    return (ROOT / ".git").exists() and git("rev-parse", "--is-shallow-repository") == "false"
-
-
 @cache
 def in_history(commit: str) -> bool:
     return git("merge-base", "--is-ancestor", commit, "HEAD") is not None

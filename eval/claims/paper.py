@@ -98,6 +98,7 @@ def wider_costs(read: Committed) -> Ours:
 def batches(read: Committed) -> Ours:
     cases = read.json("batches/shipped/efficiency.json")["cases"]
     rates = {(case["method"], case["batch"]): case["tokens"] / case["seconds"] for case in cases}
+    assert len(rates) == len(cases), "of one precision and temperature"
     sizes = (2, 4, 8, 16, 24)
     ratios = [
         rates["shape", size] / max(rates[base, size] for base in ("transformers", "autoregressive")) for size in sizes
