@@ -18,11 +18,13 @@ class _Told(Listener):
     told = False
 
     def on_start(self, event: Event) -> None:
-        if not self.told and event.data["dispatcher"].py_func.__module__.startswith("shape."):
+        module = event.data["dispatcher"].py_func.__module__ or ""  # code made from a text is of none
+        if not self.told and module.startswith("shape."):
             self.told = True
-            _LOG.info("compiling loops for this machine, which takes a while once: they are kept")
+            _LOG.info("compiling loops for this machine, which takes a while the first time")
 
-    on_end = on_start  # by which all is said
+    def on_end(self, event: Event) -> None:
+        """Nothing to say."""
 
 
 COMPILING = _Told()

@@ -107,13 +107,13 @@ def assert_exact(p, output) -> None:
 def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
     """The statistic of samples, as a share of its 1 - 1e-6 quantile: below 1 but for a false alarm in a million.
 
-    What is impossible must not have come at all; what is expected fewer than five times is counted as one.
+    What is impossible must not have come at all; what is expected fewer than five times is counted as one, which is
+    left out where even that is expected less: the statistic would not follow its distribution.
     """
     assert counts.sum() > 0, "nothing was seen"
     assert not counts[expected == 0].any(), "tokens of probability 0"
     rare = (expected > 0) & (expected < 5)
-    counts, expected = (
-        torch.cat([one[expected >= 5], one[rare].sum()[None][: int(rare.any())]]) for one in (counts, expected)
-    )
+    together = int(expected[rare].sum() >= 5)
+    counts, expected = (torch.cat([one[expected >= 5], one[rare].sum()[None][:together]]) for one in (counts, expected))
     statistic = float(((counts - expected) ** 2 / expected).sum())
     return statistic / chi2.ppf(1 - 1e-6, max(len(expected) - 1, 1))

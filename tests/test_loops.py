@@ -27,5 +27,14 @@ def test_compiling_is_said_once(monkeypatch, caplog):
         for given in (1, 1.0):
             njit(loop)(given)
     assert [record.message for record in caplog.records] == [
-        "compiling loops for this machine, which takes a while once: they are kept"
+        "compiling loops for this machine, which takes a while the first time"
     ]
+
+
+def test_code_of_no_module_is_compiled_beside(monkeypatch):
+    """Of others, in the same process; as `exec` makes it."""
+    monkeypatch.setattr(loops.COMPILING, "told", False)
+    made: dict = {}
+    exec("def plus(x): return x + 1", made)
+    made["plus"].__module__ = None
+    assert njit(made["plus"])(2) == 3 and not loops.COMPILING.told

@@ -6,7 +6,7 @@ us stop behind that preparation and take what it made, so that options mean here
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -149,7 +149,7 @@ class Request:
     eos_token_ids: tuple[int, ...]
     pad_token_id: int
     device: torch.device
-    slow: Mapping[str, Any] = field(default_factory=dict)
+    slow: Mapping[str, Any]
 
     @classmethod
     def resolve(
@@ -182,8 +182,8 @@ class Request:
                 _prepare(target, text, here, call.config, {**call.options, **more, **_for_row(call.options, row)})
                 for row, (text, here) in enumerate(zip(seen, there, strict=True))
             ]
-        request = cls._of(target, prompts, samples, call.width, new, first, each, seen)
-        return replace(request, slow=slow_by_itself(target, first.config, options))
+        slow = slow_by_itself(target, first.config, options)
+        return cls._of(target, prompts, samples, call.width, new, first, each, seen, slow)
 
     @classmethod
     def of_prepared(cls, target: Target, input_ids: Tensor, inputs: Mapping[str, Any], prepared: Prepared) -> "Request":
@@ -212,15 +212,14 @@ class Request:
         prompts = prompts_of(target, input_ids, mask_of(input_ids, mask, None, ()), positions)
         slow = slow_by_itself(target, config, {})
         if len(prompts) * samples > 1 and prepared.looks_back:
-            own = f" (its generation_config has {in_words(slow)})" if slow else ""
+            own = f" (the generation_config of target {target.name} has {in_words(slow)})" if slow else ""
             raise UnsupportedGeneration(
-                f"options of target {target.name} that look at the text so far{own} were prepared for the batch with "
-                "its padding; give one prompt at a time and ask for one sample, or call ShapeDecoder.generate"
+                f"options that look at the text so far{own} were prepared for the batch with its padding; give one "
+                "prompt at a time and ask for one sample, or call ShapeDecoder.generate"
             )
         new = _new_tokens(target, config, width, max(map(len, prompts)))
         seen = seen_prompts(target, input_ids, prompts) if prepared.looks_back else prompts
-        request = cls._of(target, prompts, samples, width, new, prepared, [prepared], seen)
-        return replace(request, slow=slow)
+        return cls._of(target, prompts, samples, width, new, prepared, [prepared], seen, slow)
 
     @classmethod
     def _of(
@@ -233,6 +232,7 @@ class Request:
         shared: Prepared,
         each: list[Prepared],
         seen: list[list[int]],
+        slow: Mapping[str, Any],
     ) -> "Request":
         config, eos, device = shared.config, _end_tokens(shared.config), target.device
         pad = config._pad_token_tensor
@@ -261,6 +261,7 @@ class Request:
             eos_token_ids=eos,
             pad_token_id=int(pad) if pad is not None else (eos[0] if eos else 0),
             device=device,
+            slow=slow,
         )
 
     def keys(self, seed: Seed | None) -> Tensor | None:

@@ -97,7 +97,8 @@ def slow_by_itself(target: Target, config: GenerationConfig, given: Mapping[str,
 
     Args:
         config: what transformers makes of the whole call.
-        given: options that the caller gave by name.
+        given: options that the caller gave by name; none where transformers has prepared the call, of which an equal
+            value counts as the target's.
     """
     own, slow = target.model.generation_config, _SLOW | (_SLOW_IN_SAMPLING if config.do_sample else {})
     found = {name: getattr(config, name, None) for name in slow if name not in given}
@@ -109,13 +110,15 @@ def slow_by_itself(target: Target, config: GenerationConfig, given: Mapping[str,
 
 
 def warn_of_slow(target: Target, own: Mapping[str, Any]) -> None:
-    """Says what `slow_by_itself` found: nobody asked for it, and measurements are without."""
+    """Says what `slow_by_itself` found: nobody asked for it by name. Measurements are without penalties alone
+    (`shape.data.backends.sampling`).
+    """
     off = ", ".join(f"{name}={(_SLOW | _SLOW_IN_SAMPLING)[name]!r}" for name in own)
     warnings.warn(
         f"the generation_config of target {target.name} has {in_words(own)}, as in its own generate: tokens are chosen "
         "by transformers' processors, without compiled loops or CUDA graphs, so every step takes longer; "
         f"{off} switches that off, and answers then differ",
-        stacklevel=5,  # of generate
+        stacklevel=5,  # the caller of `generate`; of `chat` it is that itself
     )
 
 

@@ -139,7 +139,10 @@ def spoken(
         ids: (T,), up to its end token.
         prompt: (L,), which may have opened the reasoning already.
     """
-    asked, said = (cast(str, tokenizer.decode(part, skip_special_tokens=False)) for part in (prompt, ids))
+    asked, said = (
+        cast(str, tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        for part in (prompt, ids)
+    )
     message = answer_message(ids, tokenizer, template)
     for tag, end in _TAGS.items():
         if message.reasoning or not (asked.rstrip().endswith(tag) or said.lstrip().startswith(tag)):
@@ -150,7 +153,9 @@ def spoken(
                 stacklevel=3,
             )
             return ""
-        # The template may have left it in, without its tags where these are special tokens.
+        if end in message.content:  # the template has left it in
+            return message.content.partition(end)[2].lstrip()
+        # Or left it in without its tags, where these are special tokens.
         thought = said.lstrip().removeprefix(tag).partition(end)[0].strip()
         whole = message.content.lstrip().removeprefix(tag).lstrip()
         if whole.startswith(thought):

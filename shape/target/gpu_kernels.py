@@ -397,13 +397,13 @@ def attend(
     Args:
         mask: (B, 1, N, K), 0 where a node may look, for the last K of the ``end`` slots: it looks at none before these.
             None: at all slots up to its own, for N = 1.
-        lengths: (B,) int64: slots in use before these tokens, whatever ``end`` says.
+        lengths: (B,) int64: slots in use before these tokens, whatever ``end`` says, of those that may be looked at.
         end: slots that are seen at most.
     """
     batch, kv_heads, capacity, size = keys.shape
     nodes = len(states) // batch
     if mask is not None and (first := end - mask.shape[-1]) > 0:
-        keys, values, lengths, end = keys[:, :, first:], values[:, :, first:], lengths - first, end - first
+        keys, values, end = keys[:, :, first:], values[:, :, first:], end - first
     span = max(_SPAN, triton.next_power_of_2(triton.cdiv(end, _MOST_SPANS)))
     spans, rows = triton.cdiv(end, span), nodes * (heads // kv_heads)
     tile = min(_QUERIES, max(_LEAST, triton.next_power_of_2(rows)))

@@ -86,9 +86,13 @@ class FusedGpuLayers(FusedLayers):
             wanted = [layer % (len(self.layers) + 1) for layer in layers]
             states = {0: x}
             sums = self._kernels.squares_of(x)
+            lengths = {0: cache.slots.lengths}  # behind the first slot that a layer sees
             for number, (layer, held) in enumerate(zip(self.layers, cache.layers, strict=True)):
                 own = mask[layer.kind] if isinstance(mask, dict) else mask
-                x, sums = self._through(layer, x, sums, turned, slots, held, own, cache.slots.lengths, end)
+                first = 0 if own is None else end - own.shape[-1]
+                if first not in lengths:
+                    lengths[first] = lengths[0] - first
+                x, sums = self._through(layer, x, sums, turned, slots, held, own, lengths[first], end)
                 if number + 1 in wanted:
                     states[number + 1] = x
             states[len(self.layers)] = last = parts["norm"](x)

@@ -188,8 +188,8 @@ def test_several_temperatures_batches_and_contexts(arguments, tmp_path, monkeypa
     ("extra", "sentence"),
     [
         (["--max_turns", "0"], "max_turns is 0; give at least 1"),
-        (["--temperature", "-1"], "give 0 or more"),
-        (["--temperature", "[0,-1]"], "give 0 or more"),
+        (["--temperature", "-1"], "temperature is -1.0; give 0 or more"),
+        (["--temperature", "[0,-1]"], "temperature is -1.0; give 0 or more"),
         (["--context_length", "0"], "context_length is 0; give at least 1"),
         (["--context_length", "[64,0]"], "context_length is 0; give at least 1"),
         (["--batch_size", "9"], "batch size 9 cannot be filled with 3 prompts"),

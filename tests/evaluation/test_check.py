@@ -196,8 +196,11 @@ def test_the_report_has_its_place_before_anything_is_loaded(capsys, questions, t
     file = tmp_path / "made" / "report.json"
     run(capsys, questions, "--target", str(tiny_target_folder), "--drafter", "[]", "--output", str(file))
     assert json.loads(file.read_text())["measured"] == []
-    for wrong in (tmp_path, file / "below.json"):
-        assert " is a " in refused(main, "--target", "/nowhere", "--output", str(wrong))
+    for wrong, said in (
+        (tmp_path, "is a folder; give a file"),
+        (file / "below.json", "report.json is a file; give a folder"),
+    ):
+        assert said in refused(main, "--target", "/nowhere", "--output", str(wrong))
 
 
 def test_prompts_that_do_not_fit(refused, tiny_target_folder, tmp_path):

@@ -201,7 +201,7 @@ def test_prompts_that_do_not_fit_are_left_out_and_those_measured_are_counted(tin
     [
         ({"max_new_tokens": 1}, "give at least 2"),
         ({"repeats": 0}, "repeats is 0; give at least 1"),
-        ({"temperature": [0.0, -1.0]}, "give 0 or more"),
+        ({"temperature": [0.0, -1.0]}, "temperature is -1.0; give 0 or more"),
         ({"dtype": []}, "dtype holds no value; give at least one"),
         ({"dtype": ["float32", "flaot16"]}, "dtype flaot16 is not a floating-point dtype"),
         ({"limit": 200, "batch_size": 200}, "cannot be filled with the 96 prompts of bench"),

@@ -269,7 +269,7 @@ def test_a_journal_continues_where_it_was_cut(tiny_target, tmp_path):
             "one prompt at a time for x",
         ),
         ({"context_length": 8}, DataError, "longer than the contexts of 8"),
-        ({"temperature": -0.5}, ConfigError, "0 or more"),
+        ({"temperature": -0.5}, ConfigError, "temperature is -0.5; give 0 or more"),
         ({"prompts": []}, DataError, "none was given"),
         ({"prompts": [PROMPTS[0], PROMPTS[0]]}, DataError, "the given prompts: two prompts share the id a;"),
         ({"max_new_tokens": 256}, DataError, "exceed the target's 256 positions"),

@@ -115,10 +115,15 @@ def require_gradients(options: dict, layers: int = 1, dtype: torch.dtype = torch
         assert weight.grad.any(), name
 
 
-@pytest.mark.parametrize(("layers", "dtype"), [(3, torch.float32), (1, torch.bfloat16), (3, torch.bfloat16)])
-def test_trains_from_several_layers_and_in_bfloat16(layers, dtype) -> None:
-    """Neither of which a refinement or a mode sees."""
-    require_gradients(COMBINATIONS[2], layers, dtype)
+def test_trains_from_several_layers() -> None:
+    """Which are put together before a mode or a refinement sees them."""
+    require_gradients(COMBINATIONS[2], 3)
+
+
+@pytest.mark.parametrize("options", [*COMBINATIONS[:4], *COMBINATIONS[4::4]])
+def test_trains_in_bfloat16(options) -> None:
+    """Each mode and each refinement."""
+    require_gradients(options, 3, torch.bfloat16)
 
 
 @every_combination

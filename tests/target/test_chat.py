@@ -40,3 +40,15 @@ def test_magistrals_reasoning_stands_between_special_tokens(tiny_tokenizer):
     assert said("[THINK][/THINK]A") == "A" and said("A") == "A"
     with pytest.warns(UserWarning, match="ends within its reasoning"):
         assert said("[THINK]half a") == ""
+
+
+def test_reasoning_may_hold_special_tokens(tiny_tokenizer):
+    """Which text does not show, so that what is left out is told by the end of the reasoning."""
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|tool|>"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]<think>\n{% endif %}"
+    )
+    answer = tokenizer("call <|tool|> now</think>The answer", add_special_tokens=False).input_ids
+    assert spoken(answer, prompt_ids(QUESTION, tokenizer), tokenizer, None) == "The answer"
