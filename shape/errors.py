@@ -197,8 +197,9 @@ def _explained(error: Exception) -> str | None:
 
 
 def _unusable(path: Path, error: OSError) -> str:
-    if error.errno in (errno.EEXIST, errno.ENOTDIR):
-        return f"{next((one for one in (path, *path.parents) if one.is_file()), path)} is a file; give a folder"
+    file = next((one for one in (path, *path.parents) if one.is_file()), None)
+    if error.errno in (errno.EEXIST, errno.ENOTDIR) and file is not None:
+        return f"{file} is a file; give a folder"
     if error.errno == errno.EISDIR:
         return f"{path} is a folder; give a file"
     if error.errno == errno.ENOENT:

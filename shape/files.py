@@ -126,7 +126,9 @@ def written_together(folder: Path) -> Iterator[Path]:
     try:
         with _space_for(folder):
             yield temporary
-            files = sorted((path for path in temporary.rglob("*") if path.is_file()), key=_is_config)
+            files = sorted(
+                (path for path in temporary.rglob("*") if path.is_file()), key=lambda path: path.name == "config.json"
+            )
             for file in files:
                 _sync(file)
             for file in files:
@@ -230,10 +232,6 @@ def _key(kind: Any, key: str) -> Any:
         return int(key)
     except ValueError:
         raise TypeError(f"{key[:40]!r} is no int") from None
-
-
-def _is_config(path: Path) -> bool:
-    return path.name == "config.json"
 
 
 def _sync(path: Path) -> None:

@@ -19,9 +19,10 @@ resume=()
 if compgen -G "$output/checkpoints/last*.ckpt" > /dev/null; then
     resume=(--ckpt_path last)
 fi
-# At the signal: SIGTERM, which srun passes on, lets all processes end a step together and write a checkpoint.
+# At the signal: SIGTERM lets all processes end a step together and write a checkpoint. Not by srun, which makes SIGKILL
+# of it.
 requeue() {
-    kill -TERM "$training" && wait "$training" || true
+    scancel --signal=TERM "$SLURM_JOB_ID" && wait "$training" || true
     scontrol requeue "$SLURM_JOB_ID"
 }
 trap requeue USR1

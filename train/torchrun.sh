@@ -14,5 +14,7 @@ if [ "$nodes" -gt 1 ]; then
 else
     meet=(--standalone)
 fi
+# Seconds from a request to end until processes are killed: they end a step together and write a checkpoint.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}
 exec "${PYTHON:-python}" -m torch.distributed.run "${meet[@]}" --nproc_per_node "$processes" -m shape.train \
     --trainer.strategy ddp --trainer.devices "$processes" --trainer.num_nodes "$nodes" "$@"

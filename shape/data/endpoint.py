@@ -23,6 +23,7 @@ _LOG = logging.getLogger(__name__)
 # Asked for too, as long as the server does not refuse it; most ignore what they do not know. Ids of prompt and answer
 # (vLLM), and the target's own distribution, whatever its generation config prefers (vLLM and SGLang).
 _MORE = {"return_token_ids": True, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+_NOT_THERE = (502, 503, 504)  # of a proxy before a server that is down, or of one that still loads its model
 _PATIENCE = 600.0  # seconds in which a server that cannot be reached may come back: large models load for minutes
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0  # seconds between attempts to reach it; each is twice the one before
 
@@ -34,7 +35,7 @@ class EndpointError(ShapeError):
 
 
 class Unreachable(EndpointError):
-    """No server takes the connection: it is down, or starting."""
+    """No server takes the request: it is down, or starting."""
 
 
 class RequestRefused(EndpointError):
@@ -88,8 +89,8 @@ class Endpoint:
         model: the name under which they serve the target.
         api_key: sent as a bearer token.
         timeout: seconds to wait for one answer.
-        retries: further attempts after a lost connection or a status of 429 or 5xx; see ``patiently`` for a server
-            that cannot be reached.
+        retries: further attempts after a lost connection or a status of 429 or 5xx. A server that cannot be reached is
+            left at once; ``patiently`` asks again.
         pause: seconds before the first of them; doubled before each next one.
         concurrency: requests at a time to all servers together, which batch them.
         stopped: once it is set, no request is tried again.
@@ -103,11 +104,10 @@ class Endpoint:
     pause: float = field(default=1.0, kw_only=True)
     concurrency: int = field(default=64, kw_only=True)
     stopped: threading.Event = field(default_factory=threading.Event, init=False, repr=False, compare=False)
-    # Which threads have asked, by number, and which servers were said to be down or busy.
+    # Which threads have asked, by number, and what was said of servers.
     _own: threading.local = field(default_factory=threading.local, init=False, repr=False, compare=False)
     _numbers: Iterator[int] = field(default_factory=count, init=False, repr=False, compare=False)
-    _told: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
-    _saying: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
+    _told: set[tuple[str, str]] = field(default_factory=set, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, given: str | Sequence[str], model: str | None, concurrency: int = 1, **more: Any) -> Self:
@@ -174,10 +174,10 @@ class Endpoint:
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
         request = urllib.request.Request(address, body, headers)
-        reason, wrong = "", False
+        reason, status = "", 0
         for attempt in range(self.retries + 1):
             if attempt == 1:
-                self._say_once(url, f"does not answer ({reason}); asking again, {self.retries} times at most")
+                self._say_once(url, f"does not answer ({reason})", f"asking again, {self.retries} times at most")
             if attempt and self.stopped.wait(self.pause * 2 ** (attempt - 1)):
                 break
             try:
@@ -187,17 +187,21 @@ class Endpoint:
                 said = " ".join(error.read(500).decode(errors="replace").split())
                 if error.code in (400, 413, 422) and "context" in said.lower():
                     raise DataError(f"the endpoint finds the prompt too long ({said})") from None
-                reason, wrong = f"status {error.code}: {said}", error.code in (400, 422)
-                if error.code != 429 and error.code < 500:
+                reason, status = f"status {error.code}: {said}", error.code
+                if status != 429 and status < 500:
                     break
             except urllib.error.URLError as error:  # before the request was sent
-                said = f"cannot be reached ({error.reason}); requests go to others, or wait for it for ten minutes"
-                self._say_once(url, said)
-                raise Unreachable(self._failed(url, error.reason)) from None
+                reason, status = str(error.reason), _NOT_THERE[0]
+                break
             except (OSError, HTTPException) as error:  # timeouts are OSErrors
-                reason = str(error) or type(error).__name__
+                reason, status = str(error) or type(error).__name__, 0
         message = self._failed(url, reason)
-        raise RequestRefused(message, reason, url) if wrong else EndpointError(message)
+        if status in _NOT_THERE:
+            self._say_once(
+                url, f"cannot be reached ({reason})", "requests go to others, or wait for it for ten minutes"
+            )
+            raise Unreachable(message)
+        raise RequestRefused(message, reason, url) if status in (400, 422) else EndpointError(message)
 
     def _failed(self, url: str, reason: object) -> str:
         return (
@@ -205,12 +209,10 @@ class Endpoint:
             "the key, and that the server runs, then give the same command again to continue"
         )
 
-    def _say_once(self, url: str, what: str) -> None:
-        with self._saying:
-            told = url in self._told
-            self._told.add(url)
-        if not told:
-            _LOG.warning(f"endpoint {url} {what}")
+    def _say_once(self, url: str, what: str, then: str) -> None:
+        if (url, then) not in self._told:
+            self._told.add((url, then))
+            _LOG.warning(f"endpoint {url} {what}; {then}")
 
 
 @dataclass(frozen=True)

@@ -223,8 +223,12 @@ def _answer_all(
         except KeyboardInterrupt:
             told = "interrupted: answers on their way are waited for and kept; interrupt once more to end at once"
             tqdm.write(told, sys.stderr)
-            for request in (signal.SIGINT, signal.SIGTERM):  # threads would be waited for, whatever is raised
-                signal.signal(request, lambda *_: os._exit(130))
+            # Threads would be waited for, whatever is raised.
+            before = {each: signal.signal(each, lambda *_: os._exit(130)) for each in (signal.SIGINT, signal.SIGTERM)}
+            stopped.set()
+            threads.shutdown(cancel_futures=True)
+            for number, handler in before.items():
+                signal.signal(number, handler)
             raise
         finally:
             stopped.set()

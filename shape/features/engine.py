@@ -6,7 +6,6 @@ before the final norm; the target's own norm makes h of it.
 """
 
 import json
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -46,23 +45,24 @@ class EngineStates:
         """
         # As the engine numbers them.
         numbers = [self.target.config.num_hidden_layers if layer == -1 else layer for layer in layers]
-        stopped = threading.Event()
+        self.endpoint.stopped.clear()
         with ThreadPoolExecutor(len(texts)) as threads:
             try:
-                found = list(threads.map(partial(self._states, numbers=numbers, stopped=stopped), texts))
+                found = list(threads.map(partial(self._states, numbers=numbers), texts))
             finally:
-                stopped.set()  # one may be waiting for its server
+                self.endpoint.stopped.set()  # one may be waiting for its server
         for text, (url, states) in zip(reversed(texts), reversed(found), strict=True):
             if url not in self._checked:
                 self._check(url, text, states, layers, serve_flags(sorted(set(numbers))))
                 self._checked.add(url)
         return [states for _, states in found]
 
-    def _states(self, text: Encoded, numbers: Sequence[int], stopped: threading.Event) -> tuple[str, Tensor]:
+    def _states(self, text: Encoded, numbers: Sequence[int]) -> tuple[str, Tensor]:
         """Which server gave them, and the states."""
         there, depth = sorted(set(numbers)), self.target.config.num_hidden_layers
         ids = text.input_ids.tolist()
-        url, reply = patiently(partial(self.endpoint.post, "completions", {"prompt": ids, "max_tokens": 1}), stopped)
+        asking = partial(self.endpoint.post, "completions", {"prompt": ids, "max_tokens": 1})
+        url, reply = patiently(asking, self.endpoint.stopped)
         try:
             path = json.loads(reply)["kv_transfer_params"]["hidden_states_path"]
         except (ValueError, LookupError, TypeError):  # no JSON, or of another kind

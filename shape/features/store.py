@@ -154,9 +154,7 @@ class FeatureStore(Sequence[Stored]):
         shards = self.shard_of(flat).where(known.flatten(), -1)
         hidden = torch.zeros(len(flat), manifest.width, dtype=manifest.stored_dtype)
         scale = torch.zeros(len(flat), len(manifest.layers), dtype=torch.bfloat16)
-        for shard in shards.unique().tolist():
-            if shard < 0:
-                continue
+        for shard in shards[shards >= 0].unique().tolist():
             stored = self._shards[shard] if self._shards else self._copies[shard_name(shard)]
             mine = shards == shard
             rows = flat - self._first[shard]

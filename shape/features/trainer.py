@@ -39,7 +39,8 @@ class TrainerOptions:
             Extraction runs in the target's own dtype.
         accumulate_grad_batches: portions that a step's batch is computed in, to save memory.
         gradient_clip_val: largest norm of the gradients; null does not clip.
-        log_every_n_steps: steps between logged metrics.
+        log_every_n_steps: steps between logged metrics; then several processes also ask one another whether to end, or
+            to write a checkpoint.
         enable_progress_bar: show one.
         deterministic: refuse operations that are not reproducible on an accelerator.
         more: any other option of Lightning's Trainer, for training alone, for example {"max_time": "00:08:00:00"};
@@ -165,13 +166,13 @@ class TrainerOptions:
 def _made(**options: Any) -> "pl.Trainer":
     """Raises ConfigError for what Lightning does not take, or not on this machine; its errors are of many kinds."""
     import pytorch_lightning as pl
-    from pytorch_lightning.plugins.environments import SLURMEnvironment
+    from pytorch_lightning.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 
-    if SLURMEnvironment.detect():
-        # Its checkpoints would lie in the working directory, and be taken for those of any Trainer there: of another
-        # run, or of extraction.
-        options["plugins"] = [*options.get("plugins", ()), SLURMEnvironment(auto_requeue=False)]
     try:
+        if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():  # which torchrun makes within a job
+            # No requeueing: its checkpoints would lie in the working directory, and be taken for those of any Trainer
+            # there, of another run or of extraction.
+            options["plugins"] = [*options.get("plugins", ()), SLURMEnvironment(auto_requeue=False)]
         return pl.Trainer(**options)
     except Exception as error:
         said = " ".join(str(error).split())

@@ -10,7 +10,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from shape.errors import UnsupportedTarget
 from shape.target.loading import auto_class, first_line
 
-_BITS = {"mxfp4": 4.25, "fp8": 8.0, "fbgemm_fp8": 8.0}  # of a weight with its scale, where the method says it all
+# Of a weight, where the name of a method says it (with its scale), or that of its weights (optimum-quanto).
+_BITS = {"mxfp4": 4.25, "fp8": 8.0, "fbgemm_fp8": 8.0, "int2": 2.0, "int4": 4.0, "int8": 8.0, "float8": 8.0}
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,7 @@ def bits_of(method: Any) -> float | None:
     for bits in (4, 8):
         if said.get(f"load_in_{bits}bit"):
             return float(bits)
-    return next(
-        (float(said[name]) for name in ("bits", "nbits") if said.get(name)), _BITS.get(said.get("quant_method", ""))
-    )
+    return float(said["bits"]) if said.get("bits") else _BITS.get(str(said.get("weights") or said.get("quant_method")))
 
 
 def longest_text(config: PretrainedConfig) -> int | None:

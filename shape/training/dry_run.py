@@ -124,7 +124,7 @@ def _measured(
 ) -> tuple[Draft | None, Hours]:
     """On one device: a batch of answers, their features, some steps, and drafts beside steps of the target.
 
-    Portions are as large as those of the run, which shares them, as all else, among its processes.
+    A portion is as large as one of a process of the run; hours are divided by the number of processes.
     """
     processes = options.trainer.processes
     one = replace(

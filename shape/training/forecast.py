@@ -97,7 +97,7 @@ class Forecast:
             f"step of one token ({self.draft.how})",
             f"plan: {text.positions:,} positions of {text.conversations:,} conversations of at most "
             f"{self.options.max_length:,} tokens; {training.steps:,} steps of {training.batch_size:,}, which is "
-            f"{f'{passes:,.0f}' if passes >= 100 else f'{passes:.3g}'} passes{advice}",
+            f"{f'{passes:,.0f}' if passes > _MANY_PASSES else f'{passes:.3g}'} passes{advice}",
             f"target: {size.parameters / 1e6:,.1f}M parameters, {size.positions or 'unlimited'} positions",
             f"memory: about {_listed(self.memory)}",
             f"disk: about {_listed(self.disk)}",

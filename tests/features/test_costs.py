@@ -127,7 +127,7 @@ def test_hours_of_answers_in_training_are_those_of_the_calculator():
         (["--parameters=1", "--hidden_size=1", "--passes=0"], "passes is 0"),
         (
             ["--parameters=1", "--hidden_size=1", "--feature_dtype=bf16"],
-            "feature_dtype is bf16; features are stored in",
+            "feature_dtype is bf16; give one of float32",
         ),
         (["--parameters=1", "--hidden_size=1", "--layers=[3]"], "end them in -1"),
         (["--parameters=1", "--hidden_size=1", "--data=D"], "give --target"),

@@ -247,5 +247,5 @@ def test_training_reads_no_more_than_is_kept(whole, tiny_target, tmp_path):
     assert len(run(tiny_target, tmp_path, before=2)) == len(store)
     with pytest.raises(ConfigError, match="before is 0"):
         run(tiny_target, tmp_path, before=0)
-    with pytest.raises(ConfigError, match="features are stored in float32"):
+    with pytest.raises(ConfigError, match="feature_dtype is int4; give one of float32"):
         run(tiny_target, tmp_path, feature_dtype="int4")

@@ -186,7 +186,7 @@ def test_options_that_cannot_be_served(tiny_target, tiny_target_folder):
         ShapeDecoder(torch.compile(tiny_target.model))
     with pytest.raises(ConfigError, match="predictor is a dict"):
         ShapeDecoder.from_pretrained(tiny_target, predictor={})
-    with pytest.raises(ConfigError, match="num_draft_tokens is 'cost', as smaller models"):
+    with pytest.raises(ConfigError, match="num_draft_tokens cost is for a smaller model as drafter; give a number"):
         ShapeDecoder.from_pretrained(tiny_target, num_draft_tokens="cost")
     with pytest.raises(ConfigError, match="drafter '' is unknown"):
         ShapeDecoder.from_pretrained(tiny_target, drafter="")

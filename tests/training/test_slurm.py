@@ -31,11 +31,17 @@ def said(tmp_path: Path, *options: str) -> list[str]:
 
 
 def test_before_its_time_is_up_a_job_ends_its_step_and_is_queued_again(tmp_path):
-    """SLURM signals the script, which asks srun to end, waits for it, and only then asks for another turn."""
+    """SLURM signals the script, which has the processes asked to end, waits for them, and only then asks for another
+    turn. srun itself must get no SIGTERM: it makes SIGKILL of it.
+    """
     environment = cluster(
         tmp_path,
-        srun="trap 'sleep 0.5; echo written; exit 130' TERM; echo training; while true; do sleep 0.1; done",
+        srun="trap 'echo killed; exit 137' TERM; bash task & echo $! > number; wait $!",
+        scancel='test "$*" = "--signal=TERM 7" && kill -TERM "$(cat number)"',
         scontrol='echo "$@"',
+    )
+    (tmp_path / "task").write_text(
+        "trap 'sleep 0.5; echo written; exit 130' TERM; echo training; while true; do sleep 0.1; done"
     )
     call = ["bash", str(ROOT / "train/slurm.sh"), "--target=T"]
     with subprocess.Popen(call, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as job:
@@ -52,6 +58,17 @@ def test_lightning_queues_no_job_again_by_itself(monkeypatch):
     for trainer in (options.for_extraction(), options.for_training(1, logger=False, enable_checkpointing=False)):
         environment = trainer._accelerator_connector.cluster_environment
         assert isinstance(environment, SLURMEnvironment) and not environment.auto_requeue
+
+
+def test_torchrun_within_a_job_says_which_process_is_which(monkeypatch):
+    slurm = {"JOB_ID": "7", "NTASKS": "1", "JOB_NAME": "shape", "PROCID": "0", "LOCALID": "0"}
+    for name, value in slurm.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    torchrun = {"TORCHELASTIC_RUN_ID": "1", "RANK": "1", "LOCAL_RANK": "1", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in (torchrun | {"WORLD_SIZE": "2"}).items():
+        monkeypatch.setenv(name, value)
+    trainer = TrainerOptions(accelerator="cpu", devices=2, strategy="ddp").for_extraction()
+    assert (trainer.global_rank, trainer.world_size) == (1, 2)
 
 
 def test_srun_is_asked_for_what_shape_train_takes(tmp_path):
