@@ -153,9 +153,10 @@ def spoken(
                 stacklevel=3,
             )
             return ""
-        if end in message.content:  # the template has left it in
+        left_in = asked.rstrip().endswith(tag) or message.content.lstrip().startswith(tag)
+        if left_in and end in message.content:
             return message.content.partition(end)[2].lstrip()
-        # Or left it in without its tags, where these are special tokens.
+        # The template may have left it in without its tags, where these are special tokens.
         thought = said.lstrip().removeprefix(tag).partition(end)[0].strip()
         whole = message.content.lstrip().removeprefix(tag).lstrip()
         if whole.startswith(thought):

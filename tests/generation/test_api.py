@@ -76,7 +76,7 @@ def test_what_slows_down_and_nobody_asked_for_is_told_once(tiny_model, tiny_toke
     (text,) = told(generates, {"generation_config": config})
     assert "repetition_penalty" not in text
     with pytest.raises(
-        UnsupportedGeneration, match=r"its generation_config has repetition_penalty=1.3, .*one prompt at"
+        UnsupportedGeneration, match=r"the generation_config of target .* has repetition_penalty=1.3, .*one prompt at"
     ):
         as_custom(ShapeDecoder(model), short | {"num_return_sequences": 2, "do_sample": True})
 

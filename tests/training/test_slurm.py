@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from helpers import ROOT
 from pytorch_lightning.plugins.environments import SLURMEnvironment
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from shape.features.trainer import TrainerOptions
 
@@ -67,6 +68,7 @@ def test_torchrun_within_a_job_says_which_process_is_which(monkeypatch):
     torchrun = {"TORCHELASTIC_RUN_ID": "1", "RANK": "1", "LOCAL_RANK": "1", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     for name, value in (torchrun | {"WORLD_SIZE": "2"}).items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(rank_zero_only, "rank", 0)  # of the whole process, which the Trainer sets
     trainer = TrainerOptions(accelerator="cpu", devices=2, strategy="ddp").for_extraction()
     assert (trainer.global_rank, trainer.world_size) == (1, 2)
 
