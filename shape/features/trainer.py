@@ -80,7 +80,9 @@ class TrainerOptions:
             )
 
     def _check_processes(self) -> None:
-        """Raises ConfigError for more processes on a CPU than it has cores: Lightning would start them all."""
+        """Raises ConfigError for more processes on a CPU than it has cores, where Lightning would start them all."""
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            return
         most = max(os.cpu_count() or 1, 2)
         if self.accelerator in ("cpu", "auto") and self._device() == "cpu" and self.processes > most * self.num_nodes:
             raise ConfigError(
@@ -169,7 +171,7 @@ def _made(**options: Any) -> "pl.Trainer":
     from pytorch_lightning.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 
     try:
-        if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():  # which torchrun makes within a job
+        if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():  # torchrun's own, also in a job
             # No requeueing: its checkpoints would lie in the working directory, and be taken for those of any Trainer
             # there, of another run or of extraction.
             options["plugins"] = [*options.get("plugins", ()), SLURMEnvironment(auto_requeue=False)]
