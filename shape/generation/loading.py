@@ -1,15 +1,13 @@
 """From names to parts: a target and its drafter from folders, hub ids, bundled names, or models at hand."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from shape import bundled
 from shape.drafters import Drafter, ModelDrafter, TrainedDrafter, TreeShape, make_drafter
@@ -26,7 +24,7 @@ from shape.networks.formats.table import load as load_foreign
 from shape.networks.registry import PREDICTORS
 from shape.target.identity import TargetIdentity
 from shape.target.inference import multiplies_bfloat16
-from shape.target.loading import FILE_OPTIONS, HUB_OPTIONS, SOURCE, first_line, only, resolve_device
+from shape.target.loading import FILE_OPTIONS, HUB_OPTIONS, SOURCE, first_line, only, resolve_device, without_report
 from shape.target.model import Target
 from shape.target.prepack import prepack
 
@@ -300,7 +298,7 @@ def load_predictor(source: str | Path, target: TargetSource | None = None, form:
         typed(TreeShape, config.draft or {})
         if config.target_identity is not None:
             TargetIdentity.from_dict(config.target_identity)
-        with _without_report():
+        with without_report():
             found: Any = PREDICTORS[config.kind].from_pretrained(
                 where, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **hub
             )
@@ -313,17 +311,6 @@ def load_predictor(source: str | Path, target: TargetSource | None = None, form:
             "too many or of another size); it may be of another version of this package: train it anew"
         )
     return _sound(predictor.eval().requires_grad_(False), source)
-
-
-@contextmanager
-def _without_report() -> Iterator[None]:
-    """Without transformers' table of weights that do not fit, which are named here in a sentence."""
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)
 
 
 def _sound(predictor: Predictor, source: str | Path) -> Predictor:

