@@ -26,8 +26,9 @@ _SHARED = (
     "dtype", "measurement", "regeneration",
     *(entry.name for entry in fields(TargetOptions)),
 )  # fmt: skip
-# Differences between an earlier run's options and these do not make it another run: where it lies.
-_PLACES = {"output", "features"}
+# Differences between an earlier run's options and these that do not make it another run: where it lies, and how often a
+# checkpoint of it is written.
+_ALIKE = {"output", "features", "training.checkpoint_every"}
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ def _require_unchanged(run: Run) -> None:
         f"{name} was {before.get(name)} and is {now.get(name)}"
         for name in sorted(before.keys() | now.keys())
         if before.get(name) != now.get(name)
-        and name not in _PLACES
+        and name not in _ALIKE
         # An option that there was not yet, and that is not made use of.
         and (name in before or now[name])
     ]

@@ -66,8 +66,9 @@ def test_trains_every_variant_with_every_seed_and_measures_them_together(file, t
     assert not list(tmp_path.glob("runs/*/features")) and (tmp_path / "features").is_dir()
     kept = tmp_path / "runs/root-0/options.yaml"
     values = yaml.safe_load(kept.read_text())
+    values["training"]["checkpoint_every"] = 7
     kept.write_text(yaml.safe_dump({name: value for name, value in values.items() if name != "shard_target"}))
-    main(arguments)  # nor does an option that was not there then
+    main(arguments)  # nor does an option that was not there then, or how often checkpoints were written
     assert len(launched) == 4
     said = refused(main, *arguments, "--override=[training.steps=4]")  # what lies there was another training
     assert "other options (training.steps was 3 and is 4)" in said
