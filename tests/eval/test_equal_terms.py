@@ -114,16 +114,15 @@ def test_documents_say_what_was_measured():
     page, readme = ((ROOT / name).read_text() for name in ("docs/research/baselines.md", "README.md"))
     assert rendered(page, RESULTS.parent) == page, "run python -m eval.equal_terms --render docs/research/baselines.md"
     told = readme.partition("**Beside other drafters.**")[2].partition("**Beside llama.cpp.**")[0]
-    names = ("time", "positions", "positions-others")
-    found = [json.loads((RESULTS / f"shipped/{one}/bench/ablation.json").read_text()) for one in names]
-    time, positions, others = (
+    found = [json.loads((RESULTS / f"shipped/{one}/bench/ablation.json").read_text()) for one in ("time", "positions")]
+    time, positions = (
         {
             name: f"{mean(one['record']['validation']['value'] for one in seeds.values()):.2f}"
             for name, seeds in each["trained"].items()
         }
         for each in found
     )
-    assert all(length in told for each in (time, positions, others) for length in each.values())
+    assert all(length in told for each in (time, positions) for length in each.values())
 
 
 def test_wrong_requests(tmp_path, monkeypatch, refused):
