@@ -55,8 +55,8 @@ def ablate(options: AblationOptions) -> Ablation:
     output.mkdir(parents=True, exist_ok=True)
     with quiet():
         found = measure_all(options, runs, trained, prompts, source, evenly(tuning, options.measure.fit))
-    (output / "ablation.json").write_text(found.to_json())
-    (output / "ablation.md").write_text(found.to_markdown())
+    (output / "ablation.json").write_text(found.to_json(), encoding="utf-8")
+    (output / "ablation.md").write_text(found.to_markdown(), encoding="utf-8")
     for temperature in options.measure.temperatures:
         journal_of(output, temperature).unlink()
     if options.measure.lossy:

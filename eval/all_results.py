@@ -37,12 +37,12 @@ class AllResults:
 
     def _add(self, name: str, path: Path) -> None:
         if path.name == "results.json":
-            self.speed[name] = SpeedResults.from_json(path.read_text())
+            self.speed[name] = SpeedResults.from_json(path.read_text(encoding="utf-8"))
         elif path.name == "quality.json":
-            self.quality[name] = QualityResults.from_json(path.read_text())
+            self.quality[name] = QualityResults.from_json(path.read_text(encoding="utf-8"))
         elif path.stem in ("efficiency", "ablation", "analysis", "latency"):
-            getattr(self, path.stem)[name] = loads(path.read_text())
+            getattr(self, path.stem)[name] = loads(path.read_text(encoding="utf-8"))
         elif path.name.startswith("results_"):
-            record = loads(path.read_text())
+            record = loads(path.read_text(encoding="utf-8"))
             if record.get("model_name") is not None and "results" in record:
                 self.harness[name] = record

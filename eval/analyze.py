@@ -224,10 +224,10 @@ def _write(
 ) -> None:
     folder = Path(options.output)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "analysis.json").write_text(json.dumps(record, indent=1) + "\n")
+    (folder / "analysis.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     title = options.label or f"Does transport pay? {Path(target.name).name}"
     text = [f"# {title}", "![plots](analysis.png)", report(record), environment.line()]
-    (folder / "analysis.md").write_text("\n\n".join(text) + "\n")
+    (folder / "analysis.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
     draw(record, cosines, pairs, folder / "analysis.png")
 
 

@@ -37,7 +37,7 @@ class BySizeOptions:
 
 def run(options: BySizeOptions) -> None:
     document = Path(options.render)
-    document.write_text(rendered(document.read_text(), RESULTS))
+    document.write_text(rendered(document.read_text(encoding="utf-8"), RESULTS), encoding="utf-8")
 
 
 def rendered(document: str, results: Path) -> str:

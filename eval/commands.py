@@ -61,6 +61,6 @@ def write_results(
     folder.mkdir(parents=True, exist_ok=True)
     text = "\n\n".join([*parts, environment.line()]) + "\n"
     whole = {"environment": asdict(environment), **record}
-    (folder / f"{name}.json").write_text(json.dumps(whole, indent=1) + "\n")
-    (folder / f"{name}.md").write_text(text)
+    (folder / f"{name}.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    (folder / f"{name}.md").write_text(text, encoding="utf-8")
     return text

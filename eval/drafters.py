@@ -122,7 +122,9 @@ def recipes(
         folder = Path(setting.output) / task
         folder.mkdir(parents=True, exist_ok=True)
         asked, file = folder / "prompts.jsonl", folder / "task.pack"
-        asked.write_text("".join(json.dumps({"messages": prompt.opening}) + "\n" for prompt in training))
+        asked.write_text(
+            "".join(json.dumps({"messages": prompt.opening}) + "\n" for prompt in training), encoding="utf-8"
+        )
         if not file.exists():
             options = CompileOptions(
                 target=setting.target,
@@ -251,7 +253,7 @@ def factors(results: str, whole: str = "8 bits") -> None:
     Args:
         results: folder of `compressed`; factors.md is written to it.
     """
-    found = SpeedResults.from_json((Path(results) / "results.json").read_text())
+    found = SpeedResults.from_json((Path(results) / "results.json").read_text(encoding="utf-8"))
     names = [name for name, what in found.methods.items() if what.startswith(Compression.__name__)]
     depth = max(size for name in names for size in found.details[name].histogram) - 1
     measured = {name: Chain.of(found.total[name], found.details[name], depth) for name in names}
@@ -351,8 +353,8 @@ def _alone(target: Target, compression: Compression, texts: Sequence[Sequence[in
 
 def _write(folder: str, name: str, table: str, results: SpeedResults) -> None:
     output = Path(folder) / name
-    output.write_text(f"{table}\n\n{results.environment.line()}\n")
-    print(output.read_text())
+    output.write_text(f"{table}\n\n{results.environment.line()}\n", encoding="utf-8")
+    print(output.read_text(encoding="utf-8"))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -102,7 +102,7 @@ def run(options: EqualTermsOptions) -> None:
     results, work = Path(options.results or RESULTS).resolve(), Path(options.work)
     if options.render is not None:
         document = Path(options.render)
-        document.write_text(rendered(document.read_text(), results.parent))
+        document.write_text(rendered(document.read_text(encoding="utf-8"), results.parent), encoding="utf-8")
         return
     for given, known in (
         (options.targets, TARGETS),
@@ -184,7 +184,8 @@ def compare(found: AblationOptions, place: Path, title: str, common: dict[str, A
         trainings=str(place.parent),
         measure=replace(found.measure, prompts=f"{target}-bench.jsonl" if prompts == "bench" else f"{prompts}.jsonl"),
     )
-    if not kept.exists() or _compared(json.loads(kept.read_text())["options"]) != _compared(asdict(asked)):
+    before = json.loads(kept.read_text(encoding="utf-8"))["options"] if kept.exists() else None
+    if before is None or _compared(before) != _compared(asdict(asked)):
         ablate(asked)
 
 
@@ -219,7 +220,7 @@ def estimate(base: AblationOptions, options: EqualTermsOptions, target: str) -> 
     methods, seeds, chosen = list(base.chosen()), len(base.seeds), base.search or SearchOptions()
     trials = chosen.candidates + (chosen.rounds - 1) * max(2, -(-chosen.candidates // 3))
     kept = Path(base.output, "search/search.json")
-    tried = json.loads(kept.read_text())["tried"] if kept.exists() else {}
+    tried = json.loads(kept.read_text(encoding="utf-8"))["tried"] if kept.exists() else {}
     left = sum(name not in tried for name in methods)
     seconds = {} if chosen.steps else {"search": left * (chosen.seconds + trials * _STARTS) / base.jobs}
     rates = {name: tried[name][0]["positions_per_second"] for name in methods if name in tried}
@@ -316,7 +317,7 @@ def from_ablations(
         if not words:
             raise DataError(f"the document has <!-- {region}:begin --> without a folder; name one behind begin")
         paths = sorted((results / words[0]).rglob("ablation.json"))
-        found = {path.parent.name: json.loads(path.read_text()) for path in paths}
+        found = {path.parent.name: json.loads(path.read_text(encoding="utf-8")) for path in paths}
         return "\n\n".join(table(found, at) for at in next(iter(found.values()))["others"]) if found else _NOT_YET
 
     return rewritten(document, region, tables)

@@ -121,9 +121,11 @@ def figures(
     """
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "speed.svg").write_text(speed(SpeedResults.from_json(Path(results).read_text())))
+    (folder / "speed.svg").write_text(
+        speed(SpeedResults.from_json(Path(results).read_text(encoding="utf-8"))), encoding="utf-8"
+    )
     decoder = ShapeDecoder.from_pretrained(predictor=predictor)
-    (folder / "show-draft.svg").write_text(show_draft(decoder, question))
+    (folder / "show-draft.svg").write_text(show_draft(decoder, question), encoding="utf-8")
     print(f"written: {folder}/speed.svg, {folder}/show-draft.svg")
 
 

@@ -200,14 +200,14 @@ class Parity:
             "prompts": self.prompts,
         }
         asked, answered = self.work / f"{name}-job.json", self.work / f"{name}-answers.json"
-        asked.write_text(json.dumps(job))
+        asked.write_text(json.dumps(job), encoding="utf-8")
         _run([self.options.vllm, str(_ANSWERS), str(asked), str(answered)], self.work / f"{name}-vllm.log")
-        return [Answer(**each) for each in json.loads(answered.read_text())]
+        return [Answer(**each) for each in json.loads(answered.read_text(encoding="utf-8"))]
 
 
 def _run(command: list[str], log: Path) -> None:
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ}
-    with log.open("a") as file:
+    with log.open("a", encoding="utf-8") as file:
         if subprocess.run(command, env=environment, stdout=file, stderr=file, check=False).returncode:
             raise ShapeError(f"`{shlex.join(command)}` failed; see {log}")
 
@@ -249,7 +249,7 @@ def run(options: ParityOptions) -> dict[str, Any]:
     environment = Environment.capture(torch.device("cpu"))  # before the results that are written differ from the commit
     folder = Path(options.output)
     known = folder / "parity.json"
-    methods = json.loads(known.read_text())["methods"] if known.exists() else {}
+    methods = json.loads(known.read_text(encoding="utf-8"))["methods"] if known.exists() else {}
     parity = Parity(options)
     plain = parity.vllm("plain", {})
     for name in options.methods:

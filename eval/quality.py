@@ -270,9 +270,9 @@ def run(options: QualityOptions) -> QualityResults:
     encoder = None if options.encoder is None else Encoder.load(options.encoder, decoder.target.device)
     results, texts = written(options, decoder, prompts, source, encoder, isolation)
     folder = Path(options.output)
-    (folder / "quality.json").write_text(results.to_json())
-    (folder / "quality.md").write_text(results.to_markdown())
-    (folder / "answers.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    (folder / "quality.json").write_text(results.to_json(), encoding="utf-8")
+    (folder / "quality.md").write_text(results.to_markdown(), encoding="utf-8")
+    (folder / "answers.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts), encoding="utf-8")
     (folder / JOURNAL).unlink()
     return results
 

@@ -176,9 +176,9 @@ def _require_same(options: ReportOptions, file: Path) -> None:
     """What is kept has to have been measured with these options; where it lies and what is drawn does not matter."""
     mine = {name: value for name, value in asdict(options).items() if name not in ("output", "images")}
     if file.exists():
-        refuse_other(file, json.loads(file.read_text()), mine)
+        refuse_other(file, json.loads(file.read_text(encoding="utf-8")), mine)
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(mine, indent=1))
+    file.write_text(json.dumps(mine, indent=1), encoding="utf-8")
 
 
 main = commands.program(make, ReportOptions)

@@ -94,7 +94,7 @@ def prompts() -> tuple[list[list[int]], dict[str, list[list[int]]]]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(bundled.resolve("quickstart-target"))
-    lines = bundled.path("data", "bench.jsonl").read_text().splitlines()
+    lines = bundled.path("data", "bench.jsonl").read_text(encoding="utf-8").splitlines()
     first = [json.loads(line)["turns"][0] for line in lines]
 
     def ids(text: str) -> list[int]:
@@ -220,7 +220,7 @@ def run_job(job: Job, folder: Path) -> dict[str, Any]:
     """What an engine in a process of its own finds."""
     file = folder / f"{job.kind}-{job.drafter}{'-compiled' if job.compiled else ''}.json"
     if file.is_file():
-        return json.loads(file.read_text())
+        return json.loads(file.read_text(encoding="utf-8"))
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING", **os.environ}
     if job.kind != "server":  # an engine in this process starts sooner
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -228,13 +228,15 @@ def run_job(job: Job, folder: Path) -> dict[str, Any]:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     command = [sys.executable, "-m", "eval.serve_vllm", "--job", json.dumps(asdict(job)), "--output", str(file)]
     subprocess.run(command, check=True, env=environment)
-    return json.loads(file.read_text())
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def run(options: ServingOptions) -> None:
     if options.job is not None:
         job = Job(**json.loads(options.job))
-        options.output.write_text(json.dumps(run_server(job) if job.kind == "server" else run_engine(job)))
+        options.output.write_text(
+            json.dumps(run_server(job) if job.kind == "server" else run_engine(job)), encoding="utf-8"
+        )
         return
     import torch
 

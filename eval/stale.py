@@ -116,9 +116,9 @@ def results(folder: Path = RESULTS) -> Iterator[Result]:
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.suffix == ".json":
-            yield Result(name, _measures(name), set(_recorded(json.loads(path.read_text()))))
+            yield Result(name, _measures(name), set(_recorded(json.loads(path.read_text(encoding="utf-8")))))
         elif path.suffix == ".md" and not path.with_suffix(".json").exists() and path.name != "README.md":
-            yield Result(name, _measures(name), set(_NAMED.findall(path.read_text())))
+            yield Result(name, _measures(name), set(_NAMED.findall(path.read_text(encoding="utf-8"))))
 
 
 def _measures(name: str) -> tuple[str, ...]:
@@ -136,7 +136,7 @@ def _recorded(value: Any) -> Iterator[str]:
 
 def git(*arguments: str) -> str | None:
     """What git says of this checkout; None where it fails."""
-    found = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+    found = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, encoding="utf-8", check=False)
     return found.stdout.strip() if found.returncode == 0 else None
 
 

@@ -253,8 +253,8 @@ def run(options: TablesOptions) -> list[Table]:
         "environment": asdict(environment),
         "tables": [asdict(table) for table in tables],
     }
-    (folder / "tables.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-    (folder / "tables.md").write_text(render(record))
+    (folder / "tables.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / "tables.md").write_text(render(record), encoding="utf-8")
     return tables
 
 

@@ -230,7 +230,7 @@ def counted(name: str, sizes: Sizes, small_too: bool) -> dict[str, Any]:
 def run(options: MemoryOptions) -> None:
     environment = Environment.capture(torch.device("cpu"))  # before the results that are written differ from the commit
     path = Path(options.output, "memory.json")
-    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.is_file() else []
+    rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
     for width in options.widths:
         for name in options.networks:
             if any((row["width"], row["tokens"], row["network"]) == (width, options.tokens, name) for row in rows):

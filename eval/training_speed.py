@@ -90,7 +90,7 @@ def timed(arguments: Sequence[str]) -> None:
 def seconds_of(folder: Path, arguments: Sequence[str]) -> float:
     """Of the steps of a training by the code in a folder."""
     command = [sys.executable, "-P", __file__, "--timed", *arguments]
-    ran = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(folder)}, capture_output=True, text=True)
+    ran = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(folder)}, capture_output=True, encoding="utf-8")
     if ran.returncode:
         raise RuntimeError(ran.stderr[-2000:])
     times = json.loads(ran.stdout.splitlines()[-1])
@@ -179,7 +179,7 @@ def run(options: SpeedOptions) -> None:
 
     environment = Environment.capture(torch.device("cpu"))  # before the results that are written differ from the commit
     path = Path(options.output, "speed.json")
-    known = json.loads(path.read_text()) if path.is_file() else {}
+    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     rows, counted = known.get("rows", []), known.get("padding", [])
     counted += [padding(file, size) for file in options.texts for size in (1024, 8192)]
     text = write(options, rows, counted, environment)

@@ -144,10 +144,10 @@ def write_whole(path: str | Path, text: str) -> None:
     """Write a file completely or not at all; what is no file, such as a terminal, as it is."""
     path = Path(path).resolve()
     if path.exists() and not path.is_file():
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
         return
     with written_whole(path) as temporary:
-        temporary.write_text(text)
+        temporary.write_text(text, encoding="utf-8")
 
 
 @contextmanager

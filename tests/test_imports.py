@@ -1,4 +1,4 @@
-"""The structure of the package: imports point one way, files are short, nothing imports a command."""
+"""The structure of the package: imports point one way, files are short, nothing imports a command, text is UTF-8."""
 
 import ast
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def folder_of(module: str) -> str:
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
     """(line, module) of all imports of ours in a file: at its top, within functions, and for type checkers alone."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             named = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -80,5 +80,28 @@ def test_nothing_imports_a_command():
 
 @pytest.mark.parametrize("folder", ["shape", "eval"])
 def test_no_file_is_long(folder):
-    lengths = {location(path): len(path.read_text().splitlines()) for path in (ROOT / folder).rglob("*.py")}
+    lengths = {
+        location(path): len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / folder).rglob("*.py")
+    }
     assert not {name: lines for name, lines in lengths.items() if lines > MOST_LINES}
+
+
+@pytest.mark.parametrize("folder", ["shape", "eval"])
+def test_text_is_utf8_on_every_system(folder):
+    """Windows would take cp1252. ruff's PLW1514 sees this too, but only where it can tell that something is a path."""
+    wrong = [
+        f"{location(path)}:{node.lineno}"
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and takes_the_systems_encoding(node)
+    ]
+    assert not wrong
+
+
+def takes_the_systems_encoding(call: ast.Call) -> bool:
+    """Whether a call opens a file, or the output of a process, as text without an encoding."""
+    name, named = ast.unparse(call.func), {keyword.arg for keyword in call.keywords}
+    modes = [ast.unparse(given).strip("'") for given in (*call.args, *(keyword.value for keyword in call.keywords))]
+    opens = name != "os.open" and name.split(".")[-1] in ("open", "fdopen", "read_text", "write_text")
+    opens &= not any("b" in mode and set(mode) <= set("rwxab+") for mode in modes)
+    return "encoding" not in named and (opens or (name.startswith("subprocess.") and "text" in named))

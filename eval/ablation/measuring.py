@@ -190,7 +190,7 @@ def _speed(
         source=source,
         journal=journal_of(output, temperature),
     )
-    journal_of(output, temperature).with_suffix(".json").write_text(results.to_json())
+    journal_of(output, temperature).with_suffix(".json").write_text(results.to_json(), encoding="utf-8")
     return results
 
 

@@ -105,7 +105,7 @@ def _run(reader: ArgumentParser, values: Namespace, name: str, changes: dict[str
     with one_sentence(f"variant {name}"):
         changes = dict(changes)
         if file := changes.pop("config", None):
-            values = _with(reader, values, yaml.safe_load(Path(find_config(file)).read_text()))
+            values = _with(reader, values, yaml.safe_load(Path(find_config(file)).read_text(encoding="utf-8")))
         values = _with(reader, values, changes)
         # Features that are stored otherwise have a folder of their own.
         otherwise = [f"{option}-{value}" for option, value in changes.get("extraction", {}).items()]
@@ -172,7 +172,7 @@ def _require_unchanged(run: Run) -> None:
     path = run.folder / "options.yaml"
     if not path.exists():
         return
-    before, now = (_flat(values) for values in (yaml.safe_load(path.read_text()), run.values))
+    before, now = (_flat(values) for values in (yaml.safe_load(path.read_text(encoding="utf-8")), run.values))
     differences = [
         f"{name} was {before.get(name)} and is {now.get(name)}"
         for name in sorted(before.keys() | now.keys())

@@ -127,7 +127,8 @@ def search(options: AblationOptions) -> AblationOptions:
         kept.write_text(
             json.dumps(
                 {"asked": asdict(chosen), "candidates": asked_before | every, "found": best, "tried": tried}, indent=1
-            )
+            ),
+            encoding="utf-8",
         )
     settled: dict[str, dict[str, Any] | None] = {
         label: _merged(what, best[label], chosen.tree) for label, what in variants.items()
@@ -141,7 +142,7 @@ def _tried(kept: Path, chosen: SearchOptions) -> tuple[dict[str, list[dict[str, 
     """
     if not kept.exists():
         return {}, {}
-    record = json.loads(kept.read_text())
+    record = json.loads(kept.read_text(encoding="utf-8"))
     return (record["tried"], record.get("candidates", {})) if record["asked"] == asdict(chosen) else ({}, {})
 
 
@@ -192,6 +193,6 @@ def speeds_by_shape(
         methods = {label: other for label, other in shapes.items() if other is not None}
         setting = SpeedSetting(chosen.max_new_tokens, temperature, seed=chosen.seed, fall_back=False)
         measure_in(folder, target, {AUTOREGRESSIVE: None, **methods}, prompts, setting, source="validation prompts")
-    summary = SpeedResults.from_json(kept.read_text()).summary
+    summary = SpeedResults.from_json(kept.read_text(encoding="utf-8")).summary
     found = {label: summary[label].tokens_per_second or 0.0 for label in SHAPES if label in summary}
     return dict(sorted(found.items(), key=lambda one: -one[1]))

@@ -94,7 +94,7 @@ def train_together(runs: Sequence[Run], output: Path) -> dict[str, dict[int, Tra
 def _options_file(run: Run) -> Path:
     run.folder.mkdir(parents=True, exist_ok=True)
     options = run.folder / "options.yaml"
-    options.write_text(yaml.safe_dump(run.values, sort_keys=False))
+    options.write_text(yaml.safe_dump(run.values, sort_keys=False), encoding="utf-8")
     return options
 
 
@@ -108,7 +108,9 @@ def _carry_out(module: str, arguments: list[str], name: str, folder: Path, threa
     log = folder / "train.log"
     resume = ["--ckpt_path=last"] if (folder / "checkpoints/last.ckpt").exists() else []
     if status := _launch(module, [*arguments, *resume], log, threads):
-        last = next((line for line in reversed(log.read_text().splitlines()) if line.strip()), "it said nothing")
+        last = next(
+            (line for line in reversed(log.read_text(encoding="utf-8").splitlines()) if line.strip()), "it said nothing"
+        )
         raise CheckpointError(
             f"the training of {name} ended with status {status} ({last.strip()}); see {log}, and run the same command "
             "again to go on"
@@ -117,7 +119,7 @@ def _carry_out(module: str, arguments: list[str], name: str, folder: Path, threa
 
 def _launch(module: str, arguments: list[str], log: Path, threads: int) -> int:
     """A command as a process, its exit status; what it says goes to the end of a file."""
-    with log.open("a") as file:
+    with log.open("a", encoding="utf-8") as file:
         command = [sys.executable, "-m", module, *arguments]
         variables = child_variables(OMP_NUM_THREADS=str(threads))
         return subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=variables).returncode
@@ -131,18 +133,18 @@ def _keep(run: Run, threads: int) -> None:
     """Write down what a finished training was."""
     done = run.folder / "run.json"
     part = done.with_suffix(".part")
-    part.write_text(json.dumps(asdict(_trained(run, threads)), indent=1))
+    part.write_text(json.dumps(asdict(_trained(run, threads)), indent=1), encoding="utf-8")
     part.replace(done)
 
 
 def _kept(run: Run) -> Trained:
     done = run.folder / "run.json"
     with reading(str(done), CheckpointError, "delete it, and the training is looked at again"):
-        return typed(Trained, json.loads(done.read_text()))
+        return typed(Trained, json.loads(done.read_text(encoding="utf-8")))
 
 
 def _trained(run: Run, threads: int) -> Trained:
-    record = json.loads((run.folder / "config.json").read_text())["training"]
+    record = json.loads((run.folder / "config.json").read_text(encoding="utf-8"))["training"]
     on_gpu = run.options.trainer.accelerator != "cpu" and torch.cuda.is_available()
     return Trained(
         parameters=_parameters(run.folder / "model.safetensors"),

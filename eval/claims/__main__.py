@@ -80,7 +80,7 @@ def write(results: str = "eval/results", output: str = "docs/research/claims.md"
         results: folder of the committed results.
         output: the page.
     """
-    Path(output).write_text(page(Path(results)))
+    Path(output).write_text(page(Path(results)), encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -80,7 +80,7 @@ class Committed:
 
     def _text(self, name: str) -> str:
         with reading(str(self.folder / name), DataError, "measure it, or correct eval/claims/systems.py"):
-            return (self.folder / name).read_text()
+            return (self.folder / name).read_text(encoding="utf-8")
 
 
 Ours = tuple[str, bool | None]  # figures, and whether they bear the claim out; None: they cannot

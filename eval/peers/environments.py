@@ -29,7 +29,7 @@ def _run(command: list[Any], log: Path, what: str, flags: str = "") -> None:
     """Raises ConfigError if the command fails; what it says is in the log."""
     log.parent.mkdir(parents=True, exist_ok=True)
     variables = _environment() | ({"CFLAGS": flags, "CXXFLAGS": flags} if flags else {})
-    with log.open("w") as output:
+    with log.open("w", encoding="utf-8") as output:
         done = subprocess.run(command, cwd=_ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT)
     if done.returncode:
         raise ConfigError(f"{what} failed with status {done.returncode}; see {log}: {_ADVICE}")
@@ -44,7 +44,7 @@ def python_of(peer: str, work: Path) -> Path:
     made_of = [*packages, *([flags] if flags else [])]
     folder = work / "environments" / peer
     mark = folder / "packages.json"  # of a finished environment
-    if not mark.is_file() or json.loads(mark.read_text()) != made_of:
+    if not mark.is_file() or json.loads(mark.read_text(encoding="utf-8")) != made_of:
         shutil.rmtree(folder, ignore_errors=True)
         log = work / "logs" / f"{peer}-environment.log"
         _run([sys.executable, "-m", "venv", folder], log, f"making the environment of {peer}")
@@ -53,7 +53,7 @@ def python_of(peer: str, work: Path) -> Path:
         _run([*pip, "install", *anew, *packages], log, f"installing {peer}", flags)
         if removed := PEERS[peer].removed:
             _run([*pip, "uninstall", "--yes", *removed], log, f"installing {peer}")
-        mark.write_text(json.dumps(made_of))
+        mark.write_text(json.dumps(made_of), encoding="utf-8")
     return folder / "bin" / "python"
 
 
@@ -88,9 +88,9 @@ class Program:
         command: list[Any] = [python_of(system.peer, work), "-m", f"eval.peers.scripts.{peer.script}", "serve"]
         command += [model_of(system, size, work), system.precision, str(threads)]
         command += [] if peer.backend is None else [peer.backend]
-        with self._log.open("w") as log:
+        with self._log.open("w", encoding="utf-8") as log:
             self._process = subprocess.Popen(
-                command, cwd=_ROOT, env=_environment(threads), text=True, bufsize=1,
+                command, cwd=_ROOT, env=_environment(threads), encoding="utf-8", bufsize=1,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
             )  # fmt: skip
         self.versions: dict[str, str] = self._read()["versions"]

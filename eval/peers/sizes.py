@@ -83,5 +83,5 @@ def prompts(name: str) -> list[list[int]]:
 
 def end_tokens(model: Path) -> list[int]:
     """What ends an answer, for those that do not read it from the model."""
-    known = json.loads((model / "config.json").read_text()).get("eos_token_id")
+    known = json.loads((model / "config.json").read_text(encoding="utf-8")).get("eos_token_id")
     return known if isinstance(known, list) else [] if known is None else [known]

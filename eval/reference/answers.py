@@ -31,7 +31,7 @@ def counted(llm: LLM, depth: int) -> dict[str, Any]:
 
 
 def main(job_file: str, output: str) -> None:
-    job = json.loads(Path(job_file).read_text())
+    job = json.loads(Path(job_file).read_text(encoding="utf-8"))
     llm = LLM(**job["engine"], disable_log_stats=False)
     depth = (job["engine"].get("speculative_config") or {}).get("num_speculative_tokens", 0)
     options = SamplingParams(temperature=0.0, max_tokens=job["max_new_tokens"], detokenize=False)
@@ -49,7 +49,7 @@ def main(job_file: str, output: str) -> None:
     rounds = [[answer(ids) for ids in job["prompts"]] for _ in range(ROUNDS)]
     fastest = [min(each["seconds"] for each in same) for same in zip(*rounds, strict=True)]
     found = [{**each, "seconds": seconds} for each, seconds in zip(rounds[0], fastest, strict=True)]
-    Path(output).write_text(json.dumps(found))
+    Path(output).write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def record() -> None:
         body = {"prompt": prompt, "max_tokens": 1}
         reply = _post("completions", body)
         written = Path(reply["kv_transfer_params"]["hidden_states_path"])
-        with open(f"{written}.lock") as lock:
+        with open(f"{written}.lock", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH)
             shutil.copyfile(written, FIXTURES / f"{name}.safetensors")
         reply["kv_transfer_params"]["hidden_states_path"] = f"{name}.safetensors"
@@ -69,7 +69,7 @@ def record() -> None:
     for name, chat in CHATS.items():
         body = {**chat, "max_tokens": 48, "top_p": 1.0, "return_token_ids": True}
         replies[name] = {"body": body, "reply": _post("chat/completions", body)}
-    (FIXTURES / "replies.json").write_text(json.dumps(replies) + "\n")
+    (FIXTURES / "replies.json").write_text(json.dumps(replies) + "\n", encoding="utf-8")
 
 
 def _post(path: str, body: dict[str, Any]) -> dict[str, Any]:

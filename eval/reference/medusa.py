@@ -56,7 +56,7 @@ def record(folder: Path, options: dict[str, Any]) -> None:
     for head in {id(head): head for head in model.lm_heads}.values():  # as vLLM's loader ends
         head.quant_method.process_weights_after_loading(head)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(config.to_json_string(use_diff=False))
+    (folder / "config.json").write_text(config.to_json_string(use_diff=False), encoding="utf-8")
     save_file(weights, folder / "model.safetensors")
     logits = torch.stack(model.compute_logits(model(states)))
     save_file({"states": states, "logits": logits}, folder / "reference.safetensors")

@@ -83,7 +83,7 @@ def refuse(event: str, _: object) -> None:
 
 def main() -> None:
     given = json.load(sys.stdin)
-    report = os.fdopen(os.dup(1), "w")
+    report = os.fdopen(os.dup(1), "w", encoding="utf-8")
     quiet = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(quiet, stream)

@@ -124,7 +124,7 @@ def _outer(network: bool) -> Sequence[str]:
 @cache
 def _confiner() -> str:
     """The text of `eval.text_quality.confine`: a program may not be able to read where that lies."""
-    return Path(__file__).with_name("confine.py").read_text()
+    return Path(__file__).with_name("confine.py").read_text(encoding="utf-8")
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         if values.render:
             results, document = map(Path, values.render)
-            write_whole(document, render(document.read_text(), results))
+            write_whole(document, render(document.read_text(encoding="utf-8"), results))
             return
         options = options_of(BenchOptions, values)
         console = Console(highlight=False)

@@ -76,7 +76,7 @@ def peak_memory(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     status = Path("/proc/self/status")  # Linux, where ru_maxrss begins with the memory of the process's parent
-    if status.exists() and (found := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
+    if status.exists() and (found := re.search(r"VmHWM:\s+(\d+) kB", status.read_text(encoding="utf-8"))):
         return int(found[1]) * 1024 / 1e9
     import resource  # absent on Windows, where no more than this function misses it
 
@@ -116,7 +116,7 @@ def _commit() -> str | None:
         found = subprocess.run(
             ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             check=True,
             timeout=30,
         )
@@ -127,7 +127,7 @@ def _commit() -> str | None:
 
 def _cpu_model() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

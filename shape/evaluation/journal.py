@@ -29,7 +29,7 @@ class Journal:
         self.records: list[dict[str, Any]] = []
         if path is None:
             return
-        lines = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.exists() else []
         whole = [line for line in lines if line.endswith("\n")]
         header = json.loads(json.dumps(header))  # as it will be read
         with reading(str(path), ConfigError, "give another output folder, or delete it to measure anew"):
@@ -37,11 +37,11 @@ class Journal:
         refuse_other(path, theirs, header)
         whole = whole or [json.dumps(header) + "\n"]
         with written_whole(path) as temporary:
-            temporary.write_text("".join(whole))
+            temporary.write_text("".join(whole), encoding="utf-8")
 
     def append(self, record: dict[str, Any]) -> None:
         if self.path is not None:
-            with self.path.open("a") as file:
+            with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
 
 

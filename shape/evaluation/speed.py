@@ -213,7 +213,7 @@ def refuse_results(path: Path, settings: dict[str, Any], name: str = "settings")
     """
     if path.exists():
         with reading(str(path), ConfigError, "give another output folder, or delete it"):
-            refuse_other(path, loads(path.read_text())[name], json.loads(json.dumps(settings)))
+            refuse_other(path, loads(path.read_text(encoding="utf-8"))[name], json.loads(json.dumps(settings)))
 
 
 def measure_in(

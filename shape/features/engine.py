@@ -115,7 +115,7 @@ def _read_and_delete(path: Path) -> dict[str, Tensor]:
 
     lock = Path(f"{path}.lock")
     try:
-        with lock.open() as waiting:
+        with lock.open(encoding="utf-8") as waiting:
             fcntl.flock(waiting, fcntl.LOCK_SH)  # until the engine has written all of it
             tensors = load_file(path)
     except OSError as error:

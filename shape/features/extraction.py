@@ -380,7 +380,7 @@ def _claim(storage: Storage, manifest: Manifest) -> Manifest:
             storage.write(MANIFEST, manifest.to_json().encode())
         else:
             with written_whole(storage.folder / MANIFEST, writer=f".{os.getpid()}") as temporary:
-                temporary.write_text(manifest.to_json())
+                temporary.write_text(manifest.to_json(), encoding="utf-8")
         return manifest
     except OSError as error:
         raise ConfigError(f"feature folder {storage} cannot be written ({error}); give another folder") from error

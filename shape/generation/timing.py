@@ -53,7 +53,7 @@ def measure_costs(
     if costs is None:
         costs = known[key] = _measure(decoder, batch_size, context, sizes, repeats)
         with suppress(OSError, RuntimeError, ShapeError), written_whole(_place(cache), f".{os.getpid()}") as part:
-            part.write_text(json.dumps({name: asdict(each) for name, each in known.items()}))
+            part.write_text(json.dumps({name: asdict(each) for name, each in known.items()}), encoding="utf-8")
     return costs
 
 

@@ -153,7 +153,7 @@ class Trace:
         """
         records = self.records if tokenizer is None else self._spelt(tokenizer)
         opening = [] if about is None else [{"type": "call", **about}]
-        Path(path).write_text("".join(json.dumps(record) + "\n" for record in [*opening, *records]))
+        Path(path).write_text("".join(json.dumps(record) + "\n" for record in [*opening, *records]), encoding="utf-8")
 
     def _spelt(self, tokenizer: Any) -> Iterator[dict[str, Any]]:
         """The records with the text of each token."""

@@ -36,9 +36,9 @@ def export(predictor: Predictor, directory: str | Path, identity: TargetIdentity
     predictor.config.training = dict(training)
     with written_together(Path(directory)) as folder:
         predictor.save_pretrained(folder)
-        (folder / "README.md").write_text(model_card(predictor, identity, training))
+        (folder / "README.md").write_text(model_card(predictor, identity, training), encoding="utf-8")
         (folder / "custom_generate").mkdir()
-        (folder / "custom_generate" / "generate.py").write_text(_CUSTOM_GENERATE)
+        (folder / "custom_generate" / "generate.py").write_text(_CUSTOM_GENERATE, encoding="utf-8")
 
 
 def export_model(model: PreTrainedModel, directory: str | Path, target: Target, training: Mapping[str, Any]) -> None:
@@ -48,7 +48,7 @@ def export_model(model: PreTrainedModel, directory: str | Path, target: Target, 
         model.save_pretrained(folder)
         if target.tokenizer is not None:
             target.tokenizer.save_pretrained(folder)
-        (folder / "README.md").write_text(_draft_model_card(model, target, training))
+        (folder / "README.md").write_text(_draft_model_card(model, target, training), encoding="utf-8")
 
 
 def _draft_model_card(model: PreTrainedModel, target: Target, training: Mapping[str, Any]) -> str:

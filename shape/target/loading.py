@@ -203,7 +203,7 @@ def read_tokenizer(where: str, target: Any, options: Mapping[str, Any]) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(where, **only(FILE_OPTIONS, options), **_OWN_FORMAT)
         # Of models that see images some have their template where transformers' processors alone look for it.
         if tokenizer.chat_template is None and (file := _file(where, "chat_template.json", options)) is not None:
-            tokenizer.chat_template = json.loads(Path(file).read_text())["chat_template"]
+            tokenizer.chat_template = json.loads(Path(file).read_text(encoding="utf-8"))["chat_template"]
         return tokenizer
     except Exception as error:
         if any(_file(where, name, options) for name in _TOKENIZER_FILES):

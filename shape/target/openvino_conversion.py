@@ -98,7 +98,7 @@ def convert(model: PreTrainedModel, body: nn.Module, support: Support, quantize:
         save_file({key: kept.contiguous() for key, kept in _tables(model)}, made / _TABLES)
         model.config.save_pretrained(made)
         model.generation_config.save_pretrained(made)  # type: ignore[union-attr]
-        (made / _SUPPORT).write_text(json.dumps(asdict(support)))
+        (made / _SUPPORT).write_text(json.dumps(asdict(support)), encoding="utf-8")
         if not folder.exists():  # another process may have been faster
             made.rename(folder)
     finally:
@@ -108,7 +108,7 @@ def convert(model: PreTrainedModel, body: nn.Module, support: Support, quantize:
 def read_support(folder: Path) -> Support | None:
     """What the probe found of a target that was converted into this folder; None where none was."""
     try:
-        return typed(Support, json.loads((folder / _SUPPORT).read_text()))
+        return typed(Support, json.loads((folder / _SUPPORT).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
 

@@ -66,7 +66,7 @@ def read_options(file: str) -> TrainOptions:
         ConfigError: it is no file with options.
     """
     with reading(file, ConfigError, "give a YAML file with options of shape train"):
-        values = yaml.safe_load(Path(file).read_text())
+        values = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     if not isinstance(values, dict):
         raise ConfigError(f"{file} has no options; give a YAML file with options of shape train")
     return parse([f"--config={file}"])

@@ -12,8 +12,8 @@ def test_what_is_finished_outlives_an_interruption_of_its_reading(tmp_path, monk
     Journal(path, {"a": 1}).append({"id": "x"})
     before, write = path.read_text(), Path.write_text
 
-    def killed(self: Path, text: str) -> None:
-        write(self, text[:5])
+    def killed(self: Path, text: str, encoding: str) -> None:
+        write(self, text[:5], encoding=encoding)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Path, "write_text", killed)

@@ -50,7 +50,7 @@ def write(source: Path, file: Path, kind: str) -> None:
     from gguf import GGMLQuantizationType, GGUFWriter
     from gguf.quants import quantize
 
-    config = json.loads((source / "config.json").read_text())
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     writer = GGUFWriter(file, "llama")
     writer.add_block_count(config["num_hidden_layers"])

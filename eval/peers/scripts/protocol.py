@@ -34,7 +34,7 @@ def run(
         source, destination, precision = arguments
         convert(source, destination, precision)
         return
-    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    replies = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)  # what libraries print must not come between the replies
     model, precision, threads, *backend = arguments
     answer, versions = serve(model, precision, int(threads), *backend)

@@ -50,7 +50,7 @@ def open_log(path: Path) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
+        path.open("a", encoding="utf-8").close()
     except OSError as error:
         raise ConfigError(f"misses cannot be written to {path} ({error}); give another file") from error
 
@@ -59,14 +59,14 @@ def write_misses(path: Path, misses: Sequence[Miss]) -> None:
     """Add them to the log."""
     if not misses:
         return
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8") as file:
         file.writelines(f"{json.dumps(miss._asdict())}\n" for miss in misses)
 
 
 def read_misses(path: str | Path) -> list[Miss]:
     """Raises CheckpointError: no such log."""
     with reading(f"log {path}", CheckpointError, "give one that RecipeDrafter wrote"):
-        rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+        rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
         parts = ([row["prefix"], row["tokens"], row.get("wrong", [])] for row in rows)  # older logs have no wrong ones
         return [Miss(*typed(list[list[int]], part)) for part in parts]
 

@@ -82,7 +82,7 @@ def _indexed(folder: Path, prefix: str) -> list[str]:
     """Names of the files that have weights whose names begin so; none where no index says so."""
     if not prefix or not (folder / _INDEX).exists():
         return []
-    known: dict[str, str] = json.loads((folder / _INDEX).read_text())["weight_map"]
+    known: dict[str, str] = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
     return sorted({file for name, file in known.items() if name.startswith(prefix)})
 
 
@@ -93,4 +93,4 @@ def write_checkpoint(folder: str | Path, checkpoint: Checkpoint) -> None:
         weights = {name: weight.detach().cpu().contiguous() for name, weight in checkpoint.weights.items()}
         save_file(weights, path, metadata={"format": "pt"})
     with written_whole(folder / "config.json") as path:
-        path.write_text(json.dumps(checkpoint.config, indent=2, sort_keys=True) + "\n")
+        path.write_text(json.dumps(checkpoint.config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
