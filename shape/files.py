@@ -17,6 +17,7 @@ from filelock import FileLock, Timeout
 from shape.errors import ConfigError, DiskSpaceError, ShapeError, is_full_disk
 
 T = TypeVar("T")
+_ON_WINDOWS = os.name == "nt"
 _SECONDS_TO_APPEAR = 60.0  # of what another process has written, on a network file system
 
 
@@ -235,8 +236,14 @@ def _key(kind: Any, key: str) -> Any:
 
 
 def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    folder = path.is_dir()
+    if folder and _ON_WINDOWS:  # which opens none
+        return
+    descriptor = os.open(path, os.O_RDWR if _ON_WINDOWS else os.O_RDONLY)  # Windows syncs what may be written
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if not folder or error.errno not in (errno.EINVAL, errno.EBADF):  # of mounts that sync no folders
+            raise
     finally:
         os.close(descriptor)
