@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 import shape
@@ -78,7 +79,9 @@ def peak_memory(device: torch.device) -> float:
     status = Path("/proc/self/status")  # Linux, where ru_maxrss begins with the memory of the process's parent
     if status.exists() and (found := re.search(r"VmHWM:\s+(\d+) kB", status.read_text(encoding="utf-8"))):
         return int(found[1]) * 1024 / 1e9
-    import resource  # absent on Windows, where no more than this function misses it
+    if (peak := getattr(psutil.Process().memory_info(), "peak_wset", None)) is not None:  # Windows
+        return peak / 1e9
+    import resource  # absent on Windows
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9

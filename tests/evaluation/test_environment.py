@@ -1,11 +1,13 @@
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
 from shape.evaluation import environment
-from shape.evaluation.environment import Environment
+from shape.evaluation.environment import Environment, peak_memory
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process starts with a count of its own, or with none")
@@ -26,6 +28,14 @@ print(before, peak_memory(torch.device("cpu")) - before)
     before, grown = map(float, ran.stdout.split())
     assert before < 2
     assert grown == pytest.approx(2**30 / 1e9, abs=0.1)
+
+
+def test_peak_memory_on_windows(monkeypatch, tmp_path):
+    """There is neither /proc nor the module `resource`."""
+    monkeypatch.setattr(environment, "Path", lambda path: tmp_path / "none")
+    monkeypatch.setitem(sys.modules, "resource", None)
+    monkeypatch.setattr(psutil.Process, "memory_info", lambda self: SimpleNamespace(peak_wset=3 * 10**9))
+    assert peak_memory(torch.device("cpu")) == 3.0
 
 
 def test_a_copy_without_its_history_says_its_commit(monkeypatch, tmp_path):
