@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from shape.drafters.lengths import DraftLength, make_length
 from shape.drafters.model import ModelDrafter
 from shape.errors import ConfigError
+from shape.networks.layers import eigh
 from shape.target.integers import supports
 from shape.target.model import Target
 from shape.target.openvino import OpenVinoTarget
@@ -111,6 +112,11 @@ class CompressedDrafter(ModelDrafter):
         if support_of(target).recurrent and self.compression.cache is not None:
             raise ConfigError(
                 f"compression.cache is of keys and values, and target {target.name} has recurrent layers; leave it out"
+            )
+        if self.compression.int8 and target.device.type not in ("cpu", "cuda"):
+            raise ConfigError(
+                f"drafter {self.name} is given target {target.name} on {target.device}, and products in 8 bits are for "
+                "CPUs and CUDA; give device cpu, or use another drafter"
             )
         texts = self.texts or (own_texts(target) if self.compression.needs_texts else [])
         self.model, self.energy = compress(target, self.compression, texts)
@@ -208,7 +214,7 @@ def lower_rank(module: nn.Module, rank: int, moment: Tensor | None) -> tuple[nn.
     weight, bias = _matrix(module)
     outputs, inputs = weight.shape
     full = weight.float()
-    values, vectors = torch.linalg.eigh(full @ full.T if moment is None else moment)  # ascending
+    values, vectors = eigh(full @ full.T if moment is None else moment)  # ascending
     energy = float(values[-rank:].clamp(min=0).sum() / values.clamp(min=0).sum().clamp(min=1e-30))
     basis = vectors[:, -rank:]
     down = basis.T @ full
@@ -327,7 +333,7 @@ def cache_bases(target: Target, share: float, texts: Sequence[Sequence[int]]) ->
 
     def basis(moment: Tensor) -> Tensor:
         rank = max(round(share * moment.shape[-1]), 1)
-        return torch.linalg.eigh(moment).eigenvectors.flip(-1)[..., :rank].to(target.dtype).contiguous()
+        return eigh(moment)[1].flip(-1)[..., :rank].to(target.dtype).contiguous()
 
     return [(basis(keys), basis(values)) for keys, values in sums]
 

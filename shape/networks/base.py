@@ -27,6 +27,7 @@ from shape.networks.layers import (
     Memory,
     SelectorMarkov,
     StateMarkov,
+    eigh,
     normalise,
     rotary_table,
 )
@@ -305,7 +306,7 @@ class Predictor(PreTrainedModel):
         if given is None:
             return lambda some: some
         moments = sum((some.float().T @ some.float() for some in parts()), torch.zeros(()))
-        kept = torch.linalg.eigh(moments).eigenvectors.flip(-1)[:, :size]
+        kept = eigh(moments)[1].flip(-1)[:, :size]
         return lambda some: F.pad(some.float() @ kept, (0, max(size - given, 0)))
 
     def complete(self, target: Target) -> None:

@@ -364,6 +364,12 @@ def rotate(states: Tensor, rotary: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin, still], dim=-1)
 
 
+def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """``torch.linalg.eigh``, on the CPU for devices that may have none, as Apple's."""
+    values, vectors = torch.linalg.eigh(matrix if matrix.is_cuda else matrix.cpu())
+    return values.to(matrix.device), vectors.to(matrix.device)
+
+
 def normalise(x: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:])
 
