@@ -7,7 +7,7 @@ registered for the life of the process: hence a process of its own.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +21,8 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, PreTrainedModel
 
 from shape.drafters import AdversaryDrafter, Drafter, OracleDrafter, SuffixDrafter, TrainedDrafter, TreeShape
+from shape.drafters.compressed import lower_rank
+from shape.errors import ShapeError
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.eager import EagerSteps
 from shape.generation.fixed import FixedSteps
@@ -29,12 +31,17 @@ from shape.networks.base import Predictor
 from shape.networks.config import ShapeConfig
 from shape.networks.registry import PREDICTORS
 from shape.target.model import Target
+from shape.verification import noise
+from shape.verification.noise import shift
 
 KIND = "pretended"
 COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 # These bring an answer to the host, or something from it; so does indexing by booleans.
 WAITING = (*COPIES, torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
 INDEXING = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)  # these take indices from the CPU
+# What Apple's GPUs have not, and what they compute of integers through float32: 2^63 - 1 becomes -2^63.
+ABSENT = ("aten::_int_mm", "aten::_linalg_eigh", "aten::_linalg_svd")
+THROUGH_FLOATS = ("aten::abs", "aten::abs_")
 # Prompts of 9, 6 and 8 tokens.
 IDS = torch.randint(3, 64, (3, 9), generator=torch.Generator().manual_seed(0))
 MASK = (torch.arange(9) >= torch.tensor([[0], [3], [1]])).long()
@@ -106,6 +113,12 @@ def carry_out(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         raise RuntimeError(f"{operation} is given tensors on {sorted(map(str, devices))}")
     home = tensors[0].device if operation in COPIES else next(iter(others or devices), torch.device("cpu"))
     home = torch.device(kwargs.get("device") or home)
+
+    if KIND in {tensor.device.type for tensor in tensors}:
+        name = operation._schema.name
+        integers = any(tensor.dtype == torch.int64 for tensor in tensors)
+        if name in ABSENT or (name in THROUGH_FLOATS and integers):
+            raise NotImplementedError(f"{name} is not to be relied on here")
 
     def actual(part: Any) -> Any:
         if isinstance(part, torch.device):
@@ -347,6 +360,40 @@ def check_the_default_device(config: PretrainedConfig) -> None:
                 assert decoder.target.device.type == "cpu"  # as asked for, or where its owner has it
 
 
+def check_what_apple_lacks(config: PretrainedConfig) -> None:
+    """It is done on the host, or refused in a sentence."""
+    device, model = torch.device(KIND, 0), model_of(config)
+    layer = nn.Linear(12, 8, bias=False)
+    expected, energy = lower_rank(layer, 3, None)
+    with Devices():
+        put(model, device)
+        put(layer, device)
+        found, same = lower_rank(layer, 3, None)
+        for one, other in zip(found.parameters(), expected.parameters(), strict=True):
+            assert one.device == device and torch.equal(one.cpu(), other)
+        assert same == energy
+        refused(lambda: ShapeDecoder(model, "compressed"), "8 bits are for CPUs and CUDA")
+        sampled = {"do_sample": True, "max_new_tokens": 2, "pad_token_id": 0}
+        decoder, ids = ShapeDecoder(model), IDS[:1].to(device)
+
+        def signed(x: Tensor, bits: int) -> Tensor:
+            return x >> bits if x.device == device else shift(x, bits)
+
+        with patch("shape.verification.noise.shift", signed):
+            noise._check_integers.cache_clear()
+            refused(lambda: decoder.generate(ids, **sampled), "computes other numbers in 64 bits than the CPU")
+        decoder.generate(ids, **sampled)
+
+
+def refused(work: Callable[[], Any], said: str) -> None:
+    try:
+        work()
+    except ShapeError as error:
+        assert said in str(error), error
+    else:
+        raise AssertionError("nothing was refused")
+
+
 def check_that_mixing_raises() -> None:
     with Devices():
         here, there = (torch.ones(2, device=torch.device(KIND, index)) for index in range(2))
@@ -374,6 +421,7 @@ def main() -> None:
     check_that_fixed_steps_are_silent(MistralConfig(**tiny, sliding_window=6))
     check_that_other_steps_ask_once(LlamaConfig(**tiny))
     check_the_default_device(LlamaConfig(**tiny))
+    check_what_apple_lacks(LlamaConfig(**tiny))
     first, second = f"{KIND}:0", f"{KIND}:1"
     check_drafter_elsewhere(LlamaConfig(**tiny), [(first, second)])
     check_drafter_elsewhere(LlamaConfig(**tiny), [(first, "cpu"), ("cpu", second)], draft_vocab_size=24)

@@ -15,6 +15,7 @@ import torch
 from numba.extending import register_jitable
 from torch import Tensor
 
+from shape.errors import UnsupportedGeneration
 from shape.verification.compiled import compiled, first_largest, largest, log, log_complement, runs_on_host
 
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
@@ -68,7 +69,11 @@ def sequence_keys(
             depend on which batch it is in.
         prompts: how many.
         samples: samples per prompt, adjacent in the batch.
+
+    Raises:
+        UnsupportedGeneration: the device does not multiply and shift integers as others do.
     """
+    _check_integers(torch.device(device))
     count = prompts * samples
     if isinstance(seed, int):
         seeds, numbers = [seed] * count, list(range(count))
@@ -77,6 +82,18 @@ def sequence_keys(
     hashes = torch.tensor([_wrap(s) for s in seeds], dtype=torch.long, device=device)
     counters = torch.tensor(numbers, dtype=torch.long, device=device)
     return mix(mix(hashes + GOLDEN) + (counters + 1) * GOLDEN)
+
+
+@cache
+def _check_integers(device: torch.device) -> None:
+    """Apple's GPUs have been silently wrong in 64 bits (pytorch#147889, #154171); none but CPUs and CUDA was tested."""
+    if device.type not in ("cpu", "cuda"):
+        words = torch.arange(16) * GOLDEN
+        if not torch.equal(mix(words.to(device)).cpu(), mix(words)):
+            raise UnsupportedGeneration(
+                f"device {device} computes other numbers in 64 bits than the CPU, so that sampling would be wrong "
+                "there; decode greedily, or on another device"
+            )
 
 
 def _wrap(seed: int) -> int:
@@ -123,7 +140,8 @@ def _gumbel_on_device(keys: Tensor, positions: Tensor, tokens: Tensor) -> Tensor
     hashes *= _MIX1
     hashes ^= shift(hashes, 32)
     hashes *= _MIX2
-    uniform = hashes.abs_().float().mul_(float(_UNIT)).clamp_(float(_LEAST), float(_MOST))
+    # As floats first: Apple's devices take the size of integers through them, and 2^63 becomes -2^63 (pytorch#190052).
+    uniform = hashes.float().abs_().mul_(float(_UNIT)).clamp_(float(_LEAST), float(_MOST))
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
