@@ -5,6 +5,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from io import BytesIO, TextIOWrapper
+from types import SimpleNamespace
 
 import pytest
 from helpers import ROOT
@@ -61,6 +63,18 @@ def output(capsys) -> Callable[..., str]:
         return captured.err if status else captured.out
 
     return run
+
+
+def test_what_is_piped_is_utf8_on_windows(monkeypatch):
+    """A prompt that comes in, and an answer that goes to a file."""
+    given, written = (TextIOWrapper(BytesIO(text.encode()), encoding="cp1252") for text in ("é → 你", ""))
+    monkeypatch.setattr(sys, "stdin", given)
+    monkeypatch.setattr(sys, "stdout", written)
+    monkeypatch.setattr(shape, "_ON_WINDOWS", True)
+    echo = SimpleNamespace(main=lambda rest: print(sys.stdin.read(), end="", flush=True))
+    monkeypatch.setattr(shape, "import_module", lambda name: echo)
+    shape.main(["generate"])
+    assert written.buffer.getvalue().decode() == "é → 你"
 
 
 def test_every_file_is_a_command_of_the_overview(output):
