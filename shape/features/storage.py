@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from os.path import expanduser
 from pathlib import Path
 from threading import Lock, get_ident
@@ -165,6 +165,7 @@ class LocalCopies(Generic[T]):
         for _, each, path in sorted(copies):
             if taken <= self.room:
                 break
-            path.unlink(missing_ok=True)
             self._read.pop(path.name, None)  # which would keep its bytes on the disk
-            taken -= each
+            with suppress(PermissionError):  # of Windows, for a file that is still mapped
+                path.unlink(missing_ok=True)
+                taken -= each

@@ -139,7 +139,8 @@ def _measured(
     tokens, hours = text.conversations * text.tokens, {}
     steps, layers = cast(int, options.training.steps), options.feature_options().layers
     sample = evenly(conversations, options.regeneration.batch_size)
-    with TemporaryDirectory() as name, redirect_stdout(StringIO()):
+    # Windows does not delete files that are mapped, as the store's still are.
+    with TemporaryDirectory(ignore_cleanup_errors=True) as name, redirect_stdout(StringIO()):
         trial = _trial(replace(options, trainer=one), name)
         trainer = trial.trainer.for_extraction()
         place(target, trainer.strategy.root_device)
