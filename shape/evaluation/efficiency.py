@@ -24,9 +24,10 @@ from shape.evaluation.markdown import Table, markdown, on_screen, show
 from shape.evaluation.options import EfficiencyOptions, several
 from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.results import AUTOREGRESSIVE
-from shape.evaluation.runner import Run, by_decoder, by_transformers, rotated, synchronise
+from shape.evaluation.runner import Run, by_decoder, by_transformers, rotated
 from shape.evaluation.speed import refuse_results
 from shape.files import write_whole
+from shape.generation.clock import synchronise
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.stats import Step
 from shape.target.loading import of_pair, recorded, resolve_dtype

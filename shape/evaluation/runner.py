@@ -59,11 +59,6 @@ def rotated(items: Sequence[Item], turn: int) -> list[Item]:
     return [*items[first:], *items[:first]]
 
 
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 class Stopwatch(BaseStreamer):
     """A streamer that notes when tokens arrive: the prompt comes first, then the prefill's tokens, then the others."""
 

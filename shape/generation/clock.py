@@ -7,6 +7,14 @@ from typing import Any
 import torch
 
 
+def synchronise(device: torch.device) -> None:
+    """Return once the device has done what it was given; launches return before."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
 @dataclass(frozen=True)
 class Moment:
     """A point in the work of a device.
@@ -28,5 +36,5 @@ class Moment:
         return cls(perf_counter(), event)
 
     def until(self, later: "Moment") -> float:
-        """Seconds, of the device on CUDA, which must have come to both."""
+        """Seconds, of the device on CUDA, which must have come to both; on Apple's GPUs those of launches alone."""
         return later.host - self.host if self.event is None else self.event.elapsed_time(later.event) / 1e3

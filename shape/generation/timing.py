@@ -19,6 +19,7 @@ from shape.drafters.base import Committed
 from shape.drafters.cost import Costs
 from shape.errors import ShapeError
 from shape.files import cache_folder, typed, written_whole
+from shape.generation.clock import synchronise
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.rules import Match
 from shape.verification.forward import new_cache, prefill, tree_logits
@@ -162,8 +163,7 @@ def _seconds(
         for call, taken in zip(calls, times, strict=True):
             start = clock()
             call()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            synchronise(device)
             if repeat > 0:  # the first warms up
                 taken.append(clock() - start)
     # The lower quartile: other work on the machine only ever adds.

@@ -1,5 +1,6 @@
 """Costs of forwards, as measured and kept."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,14 @@ def test_costs_that_cannot_be_kept_are_measured(tiny_model, tmp_path, monkeypatc
 
 def no_home() -> Path:
     raise RuntimeError("Could not determine home directory.")
+
+
+@pytest.mark.parametrize("kind", ["cuda", "mps"])
+def test_an_accelerator_is_waited_for(kind, monkeypatch):
+    waited: list[object] = []
+    monkeypatch.setattr(getattr(torch, kind), "synchronize", lambda *device: waited.append(device))
+    timing._seconds([partial(int)] * 2, 3, torch.device(kind))
+    assert len(waited) == 2 * (3 + 1)
 
 
 def test_a_target_without_a_limit_of_positions_is_timed_behind_as_much_context(tiny_model, tmp_path):
