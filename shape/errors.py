@@ -13,6 +13,14 @@ from pathlib import Path
 from threading import current_thread, main_thread
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_SPACE_ON_WINDOWS = (39, 112)  # by the system's own numbers
+_SYSTEMS_NO_SPACE = _NO_SPACE_ON_WINDOWS if sys.platform == "win32" else _NO_SPACE
+# Where memory is exhausted, by what RuntimeErrors of torch say: of a CPU, also on Windows, and of Apple's GPUs.
+_NO_MEMORY = {
+    "can't allocate memory": "machine",
+    "DefaultCPUAllocator: not enough memory": "machine",
+    "MPS backend out of memory": "accelerator",
+}
 NOTHING_WRITTEN = "nothing was written"
 GO_ON = "what was finished is kept: give the same command again to go on"
 GO_ON_TRAINING = (
@@ -107,7 +115,7 @@ def exit_on_error(interrupted: str = "") -> Iterator[None]:
         extra = next((extra for extra, modules in _EXTRAS.items() if (error.name or "").split(".")[0] in modules), None)
         if extra is None:
             raise
-        sys.exit(_report(f"this needs {error.name}, which is not installed; pip install 'shape-decoding[{extra}]'"))
+        sys.exit(_report(f'this needs {error.name}, which is not installed; pip install "shape-decoding[{extra}]"'))
     except Exception as error:
         explained = _explained(error)
         if explained is None:
@@ -157,8 +165,19 @@ def is_full_disk(error: BaseException) -> bool:
     """Whether an error, or one behind it, is that there is no space left; libraries wrap what the system says."""
     behind = error.__cause__ or error.__context__
     said = isinstance(error, OSError) and error.errno in _NO_SPACE
-    said = said or any(f"(os error {number})" in str(error) for number in _NO_SPACE)  # as Rust has it
+    said = said or getattr(error, "winerror", None) in _NO_SPACE_ON_WINDOWS
+    said = said or any(f"(os error {number})" in str(error) for number in _SYSTEMS_NO_SPACE)  # as Rust has it
     return said or (behind is not None and is_full_disk(behind))
+
+
+def out_of_memory(error: BaseException) -> str | None:
+    """Of what an error says that there is no memory left: "machine" or "accelerator"; None for other errors."""
+    if isinstance(error, MemoryError):
+        return "machine"
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, which is slow to import
+        return "accelerator"
+    said = str(error) if type(error) is RuntimeError else ""
+    return next((place for phrase, place in _NO_MEMORY.items() if phrase in said), None)
 
 
 _of_python = warnings.formatwarning
@@ -178,14 +197,12 @@ def _explained(error: Exception) -> str | None:
         return f"there is no space left to write ({error}); free some, and give the same command again"
     if isinstance(error, OSError) and error.filename is not None:
         return _unusable(Path(str(error.filename)), error)
-    if isinstance(error, MemoryError) or (type(error) is RuntimeError and "can't allocate memory" in str(error)):
-        return _out_of_memory("machine", error)
+    if place := out_of_memory(error):
+        return _out_of_memory(place, error)
     if "torch" not in sys.modules:  # which nobody should wait for before it is needed
         return None
     import torch
 
-    if isinstance(error, torch.OutOfMemoryError):
-        return _out_of_memory("accelerator", error)
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
     if several and (isinstance(error, torch.distributed.DistError) or any(phrase in str(error) for phrase in _GONE)):
         return (

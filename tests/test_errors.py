@@ -41,6 +41,19 @@ def test_running_out_of_a_cpus_memory_is_one_line(capsys):
         assert caught.value.code == 2 and said.startswith("error: the machine ran out of memory; ")
 
 
+@pytest.mark.parametrize(
+    ("said", "place"),
+    [
+        ("[enforce fail at alloc_cpu.cpp:117] data. DefaultCPUAllocator: not enough memory: you tried to", "machine"),
+        ("MPS backend out of memory (MPS allocated: 8.01 GB, max allowed: 9.07 GB)", "accelerator"),
+    ],
+)
+def test_other_systems_run_out_of_memory_in_words_of_their_own(said, place, capsys):
+    with pytest.raises(SystemExit), exit_on_error():
+        raise RuntimeError(said)
+    assert capsys.readouterr().err.startswith(f"error: the {place} ran out of memory; ")
+
+
 def test_a_path_that_cannot_be_used_is_one_line(tmp_path, capsys):
     file = tmp_path / "file"
     file.touch()
@@ -78,7 +91,7 @@ def test_our_own_errors_are_not_hidden():
         _ = 1 / 0
 
 
-def test_a_full_disk_is_found_behind_what_libraries_say(capsys):
+def test_a_full_disk_is_found_behind_what_libraries_say(capsys, monkeypatch):
     """Of files that are written without `written_whole`, such as logs."""
     with pytest.raises(SystemExit) as caught, exit_on_error():
         try:
@@ -88,6 +101,10 @@ def test_a_full_disk_is_found_behind_what_libraries_say(capsys):
     assert caught.value.code == 2 and "no space left" in capsys.readouterr().err
     with pytest.raises(SystemExit) as caught, exit_on_error():
         raise Exception("Error while serializing: I/O error: File too large (os error 27)")
+    assert caught.value.code == 2 and "no space left" in capsys.readouterr().err
+    monkeypatch.setattr(shape.errors, "_SYSTEMS_NO_SPACE", shape.errors._NO_SPACE_ON_WINDOWS)
+    with pytest.raises(SystemExit) as caught, exit_on_error():
+        raise Exception("I/O error: There is not enough space on the disk. (os error 112)")
     assert caught.value.code == 2 and "no space left" in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="os error 13"), exit_on_error():
         raise RuntimeError("I/O error: Permission denied (os error 13)")

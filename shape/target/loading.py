@@ -22,7 +22,7 @@ from transformers.models.auto import tokenization_auto
 from transformers.utils import cached_file, extract_commit_hash, logging
 
 from shape import bundled
-from shape.errors import ConfigError, UnsupportedTarget, did_you_mean
+from shape.errors import ConfigError, UnsupportedTarget, did_you_mean, out_of_memory
 from shape.target.options import AnsweringOptions, PairOptions, PlacedOptions, TargetOptions
 
 # Where hub repositories are read from, in transformers' words. A revision is one repository's own; the rest serves the
@@ -245,9 +245,14 @@ def without_report() -> Iterator[None]:
         logging.set_verbosity(level)
 
 
-def not_loaded(target: Any, error: Exception) -> UnsupportedTarget:
-    """What to say where the weights of a target cannot be read."""
+def not_loaded(target: Any, error: Exception, place: Any) -> UnsupportedTarget:
+    """What to say where the weights of a target cannot be read, or find no room."""
     said = first_line(error)
+    if out_of_memory(error) == "accelerator":
+        return UnsupportedTarget(
+            f"target {target} does not fit into the memory of {place}; give device_map auto, which spreads it, or cpu, "
+            f"or a smaller dtype; in training, which has no device_map, shard_target or a smaller dtype ({said})"
+        )
     gone = any(phrase in said for phrase in _WEIGHTS_GONE)
     advice = "; its weights are missing or damaged: copy or download them again" if gone else ""
     return UnsupportedTarget(f"target {target} cannot be loaded{advice} ({said})")

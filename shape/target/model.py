@@ -32,7 +32,6 @@ from shape.target.loading import (
     commit_of,
     default_device,
     dtype_of,
-    first_line,
     not_loaded,
     only,
     read_config,
@@ -187,16 +186,10 @@ class Target:
             tokenizer = read_tokenizer(where, target, options)
         try:
             model = auto_class(config).from_pretrained(where, dtype=chosen, device_map=device_map, **options)
-        except torch.OutOfMemoryError as error:
-            raise UnsupportedTarget(
-                f"target {target} does not fit into the memory of {device_map}; give device_map auto, which spreads "
-                "it, or cpu, or a smaller dtype; in training, which has no device_map, shard_target or a smaller dtype "
-                f"({first_line(error)})"
-            ) from error
         except TypeError as error:  # transformers gives what it does not know to the model
             raise unknown_option(target, error) from error
         except Exception as error:  # a quantiser that is not installed, damaged files: each has errors of its own
-            raise not_loaded(target, error) from error
+            raise not_loaded(target, error, device_map) from error
         if quantize is not None:
             quantize_model(model, quantize)
         loaded = cls(model.requires_grad_(False), tokenizer, name=str(target), revision=revision)

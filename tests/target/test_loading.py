@@ -232,9 +232,16 @@ def test_sizes_are_of_decoders():
         size_of(T5Config())
 
 
-def test_a_target_that_is_too_large_for_the_accelerator(tiny_target_folder, monkeypatch, refused):
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("tried to allocate 9 GiB"),
+        RuntimeError("MPS backend out of memory (MPS allocated: 9 GB)"),
+    ],
+)
+def test_a_target_that_is_too_large_for_the_accelerator(error, tiny_target_folder, monkeypatch, refused):
     def full(*arguments, **options):
-        raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+        raise error
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", full)
