@@ -24,7 +24,7 @@ try:
     from lm_eval.models.huggingface import HFLM
 except ImportError as error:
     raise ConfigError(
-        f"lm-evaluation-harness is not installed ({error}); install it with pip install 'shape-decoding[eval]'"
+        f'lm-evaluation-harness is not installed ({error}); install it with pip install "shape-decoding[eval]"'
     ) from error
 
 

@@ -329,7 +329,7 @@ def _place(device: str | None) -> str:
     try:
         there = _core().available_devices
     except ImportError as error:
-        raise ConfigError("backend openvino is not installed; pip install shape-decoding[openvino]") from error
+        raise ConfigError('backend openvino is not installed; pip install "shape-decoding[openvino]"') from error
     kind = place.partition(".")[0]
     if kind not in DEVICES or all(one.partition(".")[0] != kind for one in there):
         raise ConfigError(

@@ -150,7 +150,7 @@ def compressed(model: Any, quantize: str | None) -> Any:
         import nncf
     except ImportError as error:
         raise ConfigError(
-            f"quantize {quantize} needs NNCF with backend openvino; pip install shape-decoding[openvino]"
+            f'quantize {quantize} needs NNCF with backend openvino; pip install "shape-decoding[openvino]"'
         ) from error
     modes = nncf.CompressWeightsMode
     if quantize == "int8":

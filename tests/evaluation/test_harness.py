@@ -146,4 +146,4 @@ def test_without_the_library_it_is_said_what_to_install(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         main([])
     assert ended.value.code == 2
-    assert "pip install 'shape-decoding[eval]'" in capsys.readouterr().err
+    assert 'pip install "shape-decoding[eval]"' in capsys.readouterr().err
