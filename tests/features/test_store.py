@@ -1,5 +1,7 @@
 """The store beyond one disk: elsewhere, in copies with little room, in int8, and without what training leaves out."""
 
+import errno
+import os
 import shutil
 from contextlib import suppress
 from dataclasses import replace
@@ -132,6 +134,24 @@ def test_a_copy_that_another_process_drops_is_fetched_again(whole, tmp_path):
     assert copies["manifest.json"] == first
     with pytest.raises(FeatureStoreError, match=r"absent cannot be fetched from file://.*same command again"):
         copies["absent"]
+
+
+def test_copies_that_cannot_be_deleted_make_no_room(whole, tmp_path, monkeypatch):
+    """Windows keeps what somebody has mapped; another copy goes in its place."""
+    copies = LocalCopies(Storage(f"file://{whole.storage.folder}"), tmp_path, 10, Path.read_bytes)
+    for age, name in enumerate(("old", "new")):
+        (tmp_path / name).write_bytes(bytes(8))
+        os.utime(tmp_path / name, (age, age))
+    unlink = Path.unlink
+
+    def kept(path, missing_ok=False):
+        if path.name == "old":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", kept)
+    copies._make_room(2)
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
 def test_addresses_that_lead_nowhere_are_named():

@@ -1,7 +1,11 @@
 """What a training would take, said before anything is done: by config.json, and measured where weights are here."""
 
+import errno
+import os
 import re
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,8 +77,27 @@ def test_dtype_auto_is_the_checkpoints(dtype, size, tmp_path, capsys):
     assert f"target {size}" in capsys.readouterr().out
 
 
-def test_where_weights_are_here_it_is_measured(tiny_target_folder, tmp_path, capsys, caplog):
-    """Prompts without answers: the target writes some. Nothing is left behind."""
+def keeps_what_is_mapped(monkeypatch, folder):
+    """As Windows does; temporary files then go to a folder."""
+    unlink = os.unlink
+
+    def refuses(path, *, dir_fd=None):
+        if os.path.basename(path) in Path("/proc/self/maps").read_text():
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        unlink(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", refuses)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_where_weights_are_here_it_is_measured(
+    windows, tiny_target_folder, tmp_path, tmp_path_factory, monkeypatch, capsys, caplog
+):
+    """Prompts without answers: the target writes some. Nothing is left behind, where what is open can be deleted."""
+    elsewhere = tmp_path_factory.mktemp("temporary")
+    if windows:
+        keeps_what_is_mapped(monkeypatch, elsewhere)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(f'{{"id": "p{i}", "turns": ["say {i}"]}}\n' for i in range(20)))
     sizes = ["--training.batch_size=32", "--regeneration.max_new_tokens=16", "--regeneration.batch_size=4"]
@@ -87,6 +110,7 @@ def test_where_weights_are_here_it_is_measured(tiny_target_folder, tmp_path, cap
     assert list(hours) == ["answers", "features", "training"] and all(float(each) > 0 for each in hours.values())
     assert "answers: taken to be half as long as they may be, 8 tokens" in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.jsonl"]
+    assert bool([*elsewhere.rglob("shard-*")]) == windows
 
 
 def test_answers_that_ship_cost_nothing(tiny_target):
