@@ -9,6 +9,7 @@ It is another model than the unquantised one, and plain and drafted decoding run
 token does not depend on what else is in a forward (``shape.target.integers``).
 """
 
+import warnings
 from typing import Any, Literal, get_args
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from shape.errors import ConfigError
+from shape.target import kernels
 from shape.target.integers import GROUP, TILE, Packed, product, supports
 from shape.target.memory import in_large_pages
 from shape.target.prepack import is_plain
@@ -149,7 +151,7 @@ def check_name(how: str) -> None:
 
 
 def check(how: str, place: Any, dtype: torch.dtype, config: Any, options: dict[str, Any]) -> None:
-    """Whether a target can be quantised, before it is read.
+    """Whether a target can be quantised, before it is read; warns where its products take one thread.
 
     Args:
         place: a device, or a device for each part, as in transformers' ``device_map``.
@@ -169,6 +171,12 @@ def check(how: str, place: Any, dtype: torch.dtype, config: Any, options: dict[s
     if not supports(dtype):
         name = str(dtype).removeprefix("torch.")
         raise ConfigError(f"quantize {how} computes in bfloat16 or float32, not in {name}; give dtype bfloat16")
+    if kernels.openmp() is None:
+        warnings.warn(
+            f"quantize {how} computes in one thread here, as its kernels know the threads of GNU's OpenMP alone, which "
+            "PyTorch has on Linux; without it PyTorch's own products take all cores",
+            stacklevel=2,
+        )
 
 
 @torch.library.custom_op("shape::quantized_product", mutates_args=())

@@ -2,11 +2,15 @@
 products are made once for all weights of a layout.
 """
 
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
 import torch
+from helpers import ROOT
 from llvmlite import ir
 
 from shape.target import floats, kernels
@@ -135,3 +139,26 @@ def test_one_program_serves_many_weights_and_threads(tokens):
     with ThreadPoolExecutor(4) as threads:
         for done in [threads.submit(multiply, number) for number in range(4)]:
             done.result()
+
+
+# By a process of its own: what is made for the CPU at hand is kept.
+ELSEWHERE = """
+from shape.target import kernels
+
+kernels.has, kernels.openmp = lambda feature: False, lambda: None
+from shape import ShapeDecoder
+
+decoder = ShapeDecoder.from_pretrained("quickstart-shape", dtype="float32", device_map="cpu")
+ids, options = decoder.target.encode("Book a table for two."), {"max_new_tokens": 32, "do_sample": False}
+found = decoder.generate(ids, **options, return_dict_in_generate=True)
+assert decoder.support.fused and decoder.drafter.single and found.stats.acceptance_length > 1.5, found.stats
+plain = decoder.target.model.generate(ids, **options)
+assert found.sequences.tolist() == plain.tolist()
+"""
+
+
+def test_the_shipped_pair_without_instructions_and_threads():
+    """As on a CPU of ARM, and where torch has the threads of another library: macOS and Windows."""
+    command = [sys.executable, "-c", ELSEWHERE]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -16,8 +16,9 @@ from shape.cli.generate import main as generate
 from shape.drafters import AdversaryDrafter
 from shape.errors import ConfigError
 from shape.generation.decoder import ShapeDecoder
+from shape.target import kernels
 from shape.target.model import Target
-from shape.target.quantize import QuantizedLinear, quantize_model, quantized
+from shape.target.quantize import QuantizedLinear, check, quantize_model, quantized
 
 TEXTS = ("Book a table for two.", "What is 12 + 30?")
 
@@ -160,3 +161,10 @@ def test_the_option_of_commands(tiny_target_folder, capsys):
     arguments = ["--target", str(tiny_target_folder), "--device", "cpu", "--quantize", "int4"]
     generate([*arguments, "--prompt", "a b a b a b", "--max_new_tokens", "8"])
     assert "float32, int4 weights on cpu" in capsys.readouterr().err
+
+
+def test_products_in_one_thread_are_told(monkeypatch):
+    check("int4", None, torch.bfloat16, None, {})
+    monkeypatch.setattr(kernels, "openmp", lambda: None)
+    with pytest.warns(UserWarning, match="quantize int4 computes in one thread here"):
+        check("int4", None, torch.bfloat16, None, {})
