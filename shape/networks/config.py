@@ -16,28 +16,6 @@ from shape.errors import ConfigError
 from shape.features.options import with_state
 from shape.networks.transport import LastUpdate
 
-Kind = Literal["shape", "medusa", "eagle", "peagle", "mtp", "block"]
-StepMode = Literal["parallel", "recursive"]
-TokenConditioning = Literal["none", "root", "path"]
-Refinement = Literal["none", "affine", "sinkhorn"]
-ReadOut = Literal["marginal", "barycentric"]
-MarkovHead = Literal["vanilla", "gated", "rnn", "selector"]
-
-_COUNTS = (
-    "hidden_size",
-    "window",
-    "intermediate_size",
-    "num_layers",
-    "num_steps",
-    "refinement_dim",
-    "refinement_iterations",
-    "num_heads",
-    "markov_rank",
-    "coupling",
-    "conv_kernel_size",
-    "conv_group_size",
-    "selector_top_k",
-)
 ANY_WIDTH = ("eagle", "peagle", "block")  # kinds that can be narrower or wider than their target
 DECODER_LAYERS = (*ANY_WIDTH, "mtp")  # kinds built of them
 MASKED = ("peagle", "block")  # kinds that draft in places of mask tokens
@@ -55,7 +33,7 @@ _OWN: dict[tuple[str, ...], tuple[str, ...]] = {  # options of some kinds alone
     ("eagle",): ("norm_output",),
     MASKED: ("mask_token_id",),
 }
-_MAY_BE_ZERO = {"num_layers", "markov_rank", "coupling", "conv_kernel_size"}
+_MAY_BE_ZERO = {"num_layers", "markov_rank", "coupling", "conv_kernel_size", "mask_token_id"}
 
 # Whose decoder layers networks can be built of (`shape.networks.decoder`).
 LAYER_TYPES = ("llama", "qwen3")
@@ -175,7 +153,7 @@ class ShapeConfig(PreTrainedConfig):
 
     model_type = "shape"
 
-    kind: Kind = "shape"
+    kind: Literal["shape", "medusa", "eagle", "peagle", "mtp", "block"] = "shape"
     hidden_size: int = 4096
     target_hidden_size: int | None = None
     window: int = 4
@@ -186,21 +164,21 @@ class ShapeConfig(PreTrainedConfig):
     attention: bool = False
     num_heads: int | None = None
     num_steps: int = 4
-    step_mode: StepMode = "parallel"
-    token_conditioning: TokenConditioning = "none"
-    refinement: Refinement = "none"
+    step_mode: Literal["parallel", "recursive"] = "parallel"
+    token_conditioning: Literal["none", "root", "path"] = "none"
+    refinement: Literal["none", "affine", "sinkhorn"] = "none"
     refinement_dim: int = 128
     refinement_epsilon: float = 0.1
     refinement_alpha: float = 0.5
     refinement_alpha_learned: bool = False
-    refinement_readout: ReadOut = "marginal"
+    refinement_readout: Literal["marginal", "barycentric"] = "marginal"
     refinement_iterations: int = 10
     refinement_last_update: LastUpdate = "row"
     dropout: float = 0.0
     draft_vocab_size: int | None = None
     vocab_size: int | None = None
     markov_rank: int = 0
-    markov_head_type: MarkovHead = "vanilla"
+    markov_head_type: Literal["vanilla", "gated", "rnn", "selector"] = "vanilla"
     selector_top_k: int = 16
     conv_kernel_size: int = 0
     conv_group_size: int = 16
@@ -316,13 +294,12 @@ class ShapeConfig(PreTrainedConfig):
 
     def check(self) -> None:
         """Raise `ConfigError` for the first value that is out of range or contradicts another one."""
-        for name in _COUNTS:
-            _require_int(name, getattr(self, name), 0 if name in _MAY_BE_ZERO else 1)
-        if self.draft_vocab_size is not None:
-            _require_int("draft_vocab_size", self.draft_vocab_size, 1)
         for name, hint in ShapeConfig.__annotations__.items():
-            if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}: choose one of {', '.join(get_args(hint))}")
+            value = getattr(self, name)
+            if hint is int or (hint == int | None and value is not None):
+                _require_int(name, value, 0 if name in _MAY_BE_ZERO else 1)
+            if get_origin(hint) is Literal and value not in get_args(hint):
+                raise ConfigError(f"{name} is {value!r}: choose one of {', '.join(get_args(hint))}")
         _require_number("refinement_epsilon", self.refinement_epsilon, lambda x: x > 0, "greater than 0")
         _require_number("refinement_alpha", self.refinement_alpha, lambda x: 0 <= x <= 1, "from 0 to 1")
         _require_number("dropout", self.dropout, lambda x: 0 <= x < 1, "at least 0 and less than 1")
@@ -380,7 +357,6 @@ class ShapeConfig(PreTrainedConfig):
     def _check_width(self) -> None:
         if self.target_hidden_size is None:
             return
-        _require_int("target_hidden_size", self.target_hidden_size, 1)
         if self.kind not in ANY_WIDTH:
             raise ConfigError(
                 f"hidden_size is {self.hidden_size} and the target's {self.target_hidden_size}: kind {self.kind!r} has "
