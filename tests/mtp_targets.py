@@ -10,7 +10,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrain
 
 from eval.architectures import FAMILIES, build
 from eval.families import random_model
-from shape.networks.decoder import layer_classes
+from shape.networks.decoder import layer_class
 
 MTP_TARGET = "Qwen/Qwen3.5-4B"  # which the documentation names
 
@@ -20,14 +20,14 @@ class Layer(nn.Module):
 
     def __init__(self, config: PretrainedConfig, model_type: str) -> None:
         super().__init__()
-        classes, size = layer_classes(model_type), config.hidden_size
+        norm, size = layer_class(model_type, "RMSNorm"), config.hidden_size
         config.layer_types, config._attn_implementation = ["full_attention"], "eager"
         config._experts_implementation = "eager"
-        self.pre_fc_norm_hidden, self.pre_fc_norm_embedding = classes.norm(size), classes.norm(size)
+        self.pre_fc_norm_hidden, self.pre_fc_norm_embedding = norm(size), norm(size)
         self.fc = nn.Linear(2 * size, size, bias=False)
-        self.layers = nn.ModuleList([classes.layer(config, 0)])
-        self.norm = classes.norm(size)
-        self.turns = classes.rotary(config)
+        self.layers = nn.ModuleList([layer_class(model_type, "DecoderLayer")(config, 0)])
+        self.norm = norm(size)
+        self.turns = layer_class(model_type, "RotaryEmbedding")(config)
         generator = torch.Generator().manual_seed(0)
         for weight in self.parameters():
             nn.init.normal_(weight, std=0.3, generator=generator)

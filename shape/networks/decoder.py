@@ -8,7 +8,7 @@ training, see what is remembered of known positions and what their own path or b
 import math
 from functools import cache
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,6 @@ from transformers import PreTrainedConfig
 
 from shape.networks.base import Predictor
 from shape.networks.layers import Memory, attend, attend_in_order, rotate
-
-
-class _Classes(NamedTuple):
-    layer: type[nn.Module]
-    norm: type[nn.Module]
-    rotary: type[nn.Module]
-
 
 # By model type: transformers' package, and how its classes begin, the rotary embedding's last.
 _NAMES = {
@@ -35,13 +28,11 @@ _NAMES = {
 
 
 @cache
-def layer_classes(model_type: str) -> _Classes:
-    """Layer, norm and rotary embedding of a model type (`shape.networks.config.MTP_LAYER_TYPES`)."""
+def layer_class(model_type: str, part: Literal["DecoderLayer", "RMSNorm", "RotaryEmbedding"]) -> type[nn.Module]:
+    """A part's class, of a model type (`shape.networks.config.MTP_LAYER_TYPES`)."""
     package, name, rotary = _NAMES[model_type]
     module = import_module(f"transformers.models.{package}.modeling_{package}")
-    return _Classes(
-        *(getattr(module, each) for each in (f"{name}DecoderLayer", f"{name}RMSNorm", f"{rotary}RotaryEmbedding"))
-    )
+    return getattr(module, (rotary if part == "RotaryEmbedding" else name) + part)
 
 
 _SCALINGS = ("default", "linear", "llama3", "yarn")
@@ -92,7 +83,7 @@ class Rotary:
 
     def __init__(self, config: PreTrainedConfig) -> None:
         with torch.device("cpu"):  # models are made on the device "meta" when they are loaded
-            module = layer_classes(config.model_type).rotary(config)
+            module = layer_class(config.model_type, "RotaryEmbedding")(config)
         self.scaling: float = module.attention_scaling  # type: ignore[assignment]
         self._frequencies: dict[torch.device, Tensor] = {torch.device("cpu"): module.inv_freq}  # type: ignore[dict-item]
 
@@ -107,7 +98,7 @@ class Rotary:
 
 def norm_of(config: PreTrainedConfig, size: int) -> nn.Module:
     """The model type's RMS norm, of any width."""
-    return layer_classes(config.model_type).norm(size, eps=config.rms_norm_eps)
+    return layer_class(config.model_type, "RMSNorm")(size, eps=config.rms_norm_eps)
 
 
 class DraftAttention(nn.Module):
@@ -188,7 +179,7 @@ class DraftLayer(nn.Module):
 
     def __init__(self, config: PreTrainedConfig, in_size: int | None = None) -> None:
         super().__init__()
-        stock = layer_classes(config.model_type).layer(config, 0)
+        stock = layer_class(config.model_type, "DecoderLayer")(config, 0)
         self.self_attn = DraftAttention(stock.self_attn, config, in_size or config.hidden_size)  # type: ignore[arg-type]
         self.mlp: nn.Module = stock.mlp  # type: ignore[assignment]
         self.input_layernorm: nn.Module = stock.input_layernorm  # type: ignore[assignment]
