@@ -10,7 +10,7 @@ depends on it.
 
 from collections.abc import Callable
 from threading import Lock
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -26,14 +26,6 @@ from shape.target.inference import states_of
 from shape.target.kernels import TILE, Program, bits, put, row_bytes
 from shape.target.memory import in_large_pages
 from shape.target.quantize import QuantizedLinear, pack
-
-
-class _SinkhornSettings(NamedTuple):
-    """Of transport: `row`: the last update; `barycentric`: the read-out."""
-
-    iterations: int
-    row: bool
-    barycentric: bool
 
 
 class _Product:
@@ -225,9 +217,9 @@ class SingleRoot:
                 self._multiply(reduced)
                 self._add(elements.softmax(known.shape[1]), reduced.y, known)
                 self._end()
-                how = _SinkhornSettings(refinement.iterations, refinement.last_update == "row", refinement.barycentric)
-                given = reduced.y.numpy(), known.numpy(), expand.x.numpy(), refinement.kernel().numpy(), how
-                self._parts.append(lambda: _transport(*given))
+                given = reduced.y.numpy(), known.numpy(), expand.x.numpy(), refinement.kernel().numpy()
+                how = refinement.iterations, refinement.last_update == "row", refinement.barycentric
+                self._parts.append(lambda: _transport(*given, how))
         else:
             self._copy(reduce.x, self._states)
             self._multiply(reduce)
@@ -286,20 +278,22 @@ def _times(x: np.ndarray, kernel: np.ndarray, y: np.ndarray) -> None:
 
 
 @compiled
-def _transport(here: np.ndarray, p: np.ndarray, q: np.ndarray, kernel: np.ndarray, how: _SinkhornSettings) -> None:
+def _transport(here: np.ndarray, p: np.ndarray, q: np.ndarray, kernel: np.ndarray, how: tuple[int, bool, bool]) -> None:
     """``scaled`` between p, the softmax of coordinates here, (1, d) both, and every row of q, (S, d), which becomes the
     read-out.
 
-    The kernel is symmetric but for rounding, so that K serves for its transpose.
+    The kernel is symmetric but for rounding, so that K serves for its transpose. `how`: iterations, whether the row
+    update is the last, and whether the read-out is barycentric.
     """
+    iterations, row_last, barycentric = how
     u, v = np.ones(q.shape, np.float32), np.ones(q.shape, np.float32)
     left, reached = np.empty(q.shape, np.float32), np.empty(q.shape, np.float32)
     _times(u[:1], kernel, reached[:1])
     for row in range(len(q)):
         reached[row] = reached[0]
         left[row] = reached[0]
-    for n in range(how.iterations):
-        if how.row:
+    for n in range(iterations):
+        if row_last:
             v[:] = q / reached
             _times(v, kernel, left)
             u[:] = p / left
@@ -307,10 +301,10 @@ def _transport(here: np.ndarray, p: np.ndarray, q: np.ndarray, kernel: np.ndarra
         else:
             u[:] = p / left
             _times(u, kernel, reached)
-            if n + 1 < how.iterations:
+            if n + 1 < iterations:
                 v[:] = q / reached
                 _times(v, kernel, left)
-    if how.barycentric:
+    if barycentric:
         u *= here
         _times(u, kernel, left)
         q[:] = left / reached
