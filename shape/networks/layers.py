@@ -103,11 +103,7 @@ class StateMarkov(nn.Module):
 
 
 class GatedMarkov(StateMarkov, MarkovTable):
-    """DSpark's Markov head of the type "gated": the state and W_1[x] weight each part of W_1[x].
-
-    Args:
-        size: width of states.
-    """
+    """DSpark's Markov head of the type "gated": the state, of width `size`, and W_1[x] weight each part of W_1[x]."""
 
     def __init__(self, vocabulary: int, rank: int, drafted: int, size: int) -> None:
         super().__init__(vocabulary, rank, drafted)

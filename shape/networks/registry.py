@@ -7,14 +7,5 @@ from shape.networks.medusa import MedusaPredictor
 from shape.networks.mtp import MtpPredictor
 from shape.networks.shape import ShapePredictor
 
-PREDICTORS: dict[str, type[Predictor]] = {
-    network.kind: network
-    for network in (
-        ShapePredictor,
-        MedusaPredictor,
-        EaglePredictor,
-        ParallelEaglePredictor,
-        MtpPredictor,
-        BlockPredictor,
-    )
-}
+_NETWORKS = ShapePredictor, MedusaPredictor, EaglePredictor, ParallelEaglePredictor, MtpPredictor, BlockPredictor
+PREDICTORS: dict[str, type[Predictor]] = {network.kind: network for network in _NETWORKS}
