@@ -1,7 +1,7 @@
 """How many tokens the next draft has: fixed, adapted to acceptance, or what makes the most tokens per second."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from shape.drafters.cost import best_depth
 from shape.errors import ConfigError
@@ -9,17 +9,17 @@ from shape.errors import ConfigError
 _MEMORY = 0.97  # of acceptance, per draft
 
 
-class DraftLength(Protocol):
+@dataclass
+class DraftLength:
     """How many tokens the next draft has; learns from the ones before.
 
     Attributes:
         reads_entropy: whether it looks at the drafter's entropy, which costs a pass over its logits.
+        length: of the next draft.
     """
 
-    reads_entropy: ClassVar[bool]
-
-    @property
-    def length(self) -> int: ...
+    reads_entropy: ClassVar[bool] = False
+    length: int = 4
 
     def observe(self, accepted: float, tested: float, drafted: int, entropy: float, cost: float | None) -> None:
         """What became of a draft, as means over the rows.
@@ -33,19 +33,12 @@ class DraftLength(Protocol):
         """
 
 
-@dataclass
-class Fixed:
+class Fixed(DraftLength):
     """Always the same."""
 
-    reads_entropy: ClassVar[bool] = False
-    length: int = 4
-
-    def observe(self, accepted: float, tested: float, drafted: int, entropy: float, cost: float | None) -> None:
-        pass
-
 
 @dataclass
-class Adaptive:
+class Adaptive(DraftLength):
     """One token more where acceptance is high, one more where it is fair and the drafter certain, so two where both
     hold; one less where acceptance is low (the rule and defaults of "Torch-Velocity").
 
@@ -60,7 +53,6 @@ class Adaptive:
     """
 
     reads_entropy: ClassVar[bool] = True
-    length: int = 4
     least: int = 1
     most: int = 8
     up: float = 0.8
@@ -82,7 +74,7 @@ class Adaptive:
 
 
 @dataclass
-class ByCost:
+class ByCost(DraftLength):
     """The length with the most tokens per second (``cost.best_depth``), with the acceptance of a token and the cost of
     drafting one as measured while decoding (Leviathan et al., arXiv 2211.17192, theorem 3.8).
 
@@ -91,8 +83,6 @@ class ByCost:
         most: its bound.
     """
 
-    reads_entropy: ClassVar[bool] = False
-    length: int = 4
     most: int = 12
     _reached: float = field(default=2.0, repr=False)  # a mild prior: one of two is accepted
     _accepted: float = field(default=1.0, repr=False)
