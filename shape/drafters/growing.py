@@ -415,19 +415,6 @@ def _scattered(expanded: Tensor, drawn: Sequence[Tensor], nodes: int) -> Tensor 
     return full.scatter_(1, expanded[..., None].expand_as(log_q), log_q)
 
 
-def likeliest(drafted: Drafted, nodes: int) -> list[int]:
-    """Which nodes of a tree are the likeliest, counted from 0, by falling probability, so that a node's first child is
-    its likeliest; with all parents, and before their children, as these are no less likely.
-    """
-    return sorted(range(len(drafted)), key=lambda at: -drafted[at][2])[:nodes]
-
-
-def renumbered(drafted: Drafted, kept: list[int]) -> Drafted:
-    """The tree of these nodes alone, whose parents are among them."""
-    place = {0: 0} | {at + 1: new for new, at in enumerate(kept, 1)}
-    return [(drafted[at][0], place[drafted[at][1]], drafted[at][2]) for at in kept]
-
-
 class Paths:
     """Paths from the root as one tree: what they begin with alike is there once.
 

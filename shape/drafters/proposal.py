@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from math import exp, log
 
 from shape.drafters.calibration import Calibration
-from shape.drafters.growing import likeliest, renumbered
 from shape.verification.tree import Drafted
 
 _CERTAIN = 0.999  # no estimate is above it, so that no node is likelier than its parent
@@ -83,10 +82,11 @@ class Proposal:
         return number
 
     def best(self, count: int) -> tuple[Drafted, list[list[int]]]:
-        """The likeliest nodes by falling probability, parents first, and each one's drafters."""
-        drafted = [(node.token, node.parent, node.joint) for node in self.nodes]
-        kept = likeliest(drafted, count)
-        return renumbered(drafted, kept), [sorted(self.nodes[at].claims) for at in kept]
+        """The likeliest nodes by falling probability, and each one's drafters. Parents, no less likely, come first."""
+        kept = sorted(enumerate(self.nodes, 1), key=lambda one: -one[1].joint)[:count]
+        place = {0: 0} | {number: new for new, (number, _) in enumerate(kept, 1)}
+        drafted = [(node.token, place[node.parent], node.joint) for _, node in kept]
+        return drafted, [sorted(node.claims) for _, node in kept]
 
     def outcomes(self, text: Sequence[int]) -> Iterator[tuple[int, float, bool, bool]]:
         """What became of each claim whose parent was accepted: drafter, claim, whether it was of a first token, and
