@@ -25,7 +25,7 @@ from shape.generation.static_drafters import StaticCache, StaticTree
 from shape.target.loading import first_line
 from shape.target.model import Target
 from shape.target.support import Support
-from shape.verification.forward import attending, node_logits, tree_inputs
+from shape.verification.forward import attending, tree_inputs, tree_logits
 from shape.verification.probe import support_of
 from shape.verification.tree import chain
 
@@ -130,11 +130,11 @@ def bare(
     tokens = torch.zeros(rows, nodes, dtype=torch.long, device=target.device)
     tree = StaticTree.of(chain(tokens[:, 0], tokens[:, 1:]))
     cache.expect(nodes)
-    positions, masks = tree_inputs(target, support, cache, tree)
+    inputs = tree_inputs(target, support, cache, tree)
 
     def forward() -> Tensor:
         cache.expect(nodes)
-        return node_logits(target, support, cache, tokens, positions, masks)[1]
+        return tree_logits(target, support, cache, tree, inputs=inputs)[1]
 
     function = torch.compile(forward, fullgraph=True, dynamic=False) if compiled else forward
 

@@ -32,7 +32,7 @@ from shape.generation.decoder import ShapeDecoder
 from shape.generation.stats import Step
 from shape.target.loading import of_pair, recorded, resolve_dtype
 from shape.target.model import Target, announce
-from shape.verification.forward import new_cache, node_logits, tree_inputs
+from shape.verification.forward import new_cache, tree_inputs, tree_logits
 from shape.verification.tree import chain
 
 ORACLE_ERROR_RATE, ORACLE_DEPTH = 0.2, 6
@@ -139,7 +139,7 @@ def bare_seconds(decoder: ShapeDecoder, steps: Sequence[Step]) -> tuple[float, f
             cache.set_lengths([length] * size)
             tokens = torch.zeros(size, step.nodes, dtype=torch.long, device=target.device)
             tree = chain(tokens[:, 0], tokens[:, 1:])
-            positions, masks = tree_inputs(target, support, cache, tree)
+            inputs = tree_inputs(target, support, cache, tree)
             synchronise(target.device)
             start = perf_counter()
             if drafter is not None and step.passes:
@@ -147,7 +147,7 @@ def bare_seconds(decoder: ShapeDecoder, steps: Sequence[Step]) -> tuple[float, f
             synchronise(target.device)
             draft += perf_counter() - start
             start = perf_counter()
-            node_logits(target, support, cache, tokens, positions, masks)
+            tree_logits(target, support, cache, tree, inputs=inputs)
             synchronise(target.device)
             verify += perf_counter() - start
     return verify, draft

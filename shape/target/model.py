@@ -43,7 +43,7 @@ from shape.target.prepack import PrepackedForward, is_prepacked, linear, prepack
 from shape.target.quantize import Quantization, QuantizedLinear, check, quantize_model, quantized
 from shape.target.rotary import Switch, find_switch
 from shape.target.size import longest_text
-from shape.target.support import Support, cache_name
+from shape.target.support import Masks, Support, cache_name
 
 # What logits are scaled by, in this order: Cohere, Granite, Falcon-H1, and the cap of Gemma's.
 _SCALING = ("logit_scale", "logits_scaling", "lm_head_multiplier", "final_logit_softcapping")
@@ -280,7 +280,7 @@ class Target:
         self,
         input_ids: Tensor,
         *,
-        attention_mask: Tensor | dict[str, Tensor] | None = None,
+        attention_mask: Masks = None,
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
         layers: Sequence[int] = (-1,),

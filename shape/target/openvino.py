@@ -39,7 +39,7 @@ from shape.target.openvino_conversion import (
     skeleton,
 )
 from shape.target.quantize import check_name
-from shape.target.support import Support
+from shape.target.support import Masks, Support
 
 DEVICES = ("CPU", "GPU", "NPU")
 _VERSION = 1  # of what a conversion writes
@@ -173,7 +173,7 @@ class OpenVinoTarget(Target):
         self,
         input_ids: Tensor,
         *,
-        attention_mask: Tensor | dict[str, Tensor] | None = None,
+        attention_mask: Masks = None,
         position_ids: Tensor | None = None,
         cache: Any = None,
         layers: Sequence[int] = (-1,),

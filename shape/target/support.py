@@ -11,7 +11,11 @@ from functools import cache
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from transformers import GenerationMixin
+
+Masks = Tensor | dict[str, Tensor] | None
+"""Of attention, as a model takes them: one for all layers, one for each type of them, or the model's own."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shape.target.model import Target
 from shape.target.openvino import OpenVinoTarget
-from shape.target.support import Support
+from shape.target.support import Masks, Support
 from shape.verification.attention import grouped_queries
 from shape.verification.cache import KVCache
 from shape.verification.openvino import OpenVinoCache
@@ -19,6 +19,7 @@ from shape.verification.tree import TokenTree, chain, positions_and_mask
 
 _FEW = 128  # tokens of a prompt; for more, what torch's calls cost does not count
 _FILLED = 16  # of which prompts are filled up to multiples
+Inputs = tuple[Tensor, Masks]  # positions of nodes, and their masks
 
 
 def new_cache(target: Target, support: Support, batch: int, capacity: int) -> KVCache:
@@ -93,44 +94,39 @@ def tree_forward(
     target: Target, support: Support, cache: KVCache, tree: TokenTree, layers: Sequence[int] = (-1,)
 ) -> Tensor:
     """States of all nodes, (B, N, len(layers) * H). Their keys and values are written behind the committed tokens."""
-    return node_states(target, support, cache, tree.tokens, *tree_inputs(target, support, cache, tree), layers)[0]
+    return _states(target, support, cache, tree, tree_inputs(target, support, cache, tree), layers, False)[0]
 
 
 def tree_logits(
-    target: Target, support: Support, cache: KVCache, tree: TokenTree, layers: Sequence[int] = (-1,)
-) -> tuple[Tensor, Tensor]:
-    """``tree_forward``, and the logits (B, N, V) of the last of these layers, which is the target's last."""
-    return node_logits(target, support, cache, tree.tokens, *tree_inputs(target, support, cache, tree), layers)
-
-
-def node_logits(
     target: Target,
     support: Support,
     cache: KVCache,
-    tokens: Tensor,
-    positions: Tensor,
-    masks: Tensor | dict[str, Tensor] | None,
+    tree: TokenTree,
     layers: Sequence[int] = (-1,),
+    inputs: Inputs | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``tree_logits`` where positions and masks are at hand."""
-    states, read = node_states(target, support, cache, tokens, positions, masks, layers, True)
+    """``tree_forward``, and the logits (B, N, V) of the last of these layers, which is the target's last; with the
+    ``tree_inputs`` that are at hand, or with new ones.
+    """
+    inputs = inputs or tree_inputs(target, support, cache, tree)
+    states, read = _states(target, support, cache, tree, inputs, layers, True)
     last = states if len(layers) == 1 else states[..., -target.hidden_size :]
     return states, target.logits(last, None if read is None else lambda _: read)
 
 
-def node_states(
+def _states(
     target: Target,
     support: Support,
     cache: KVCache,
-    tokens: Tensor,
-    positions: Tensor,
-    masks: Tensor | dict[str, Tensor] | None,
-    layers: Sequence[int] = (-1,),
-    logits: bool = False,
+    tree: TokenTree,
+    inputs: Inputs,
+    layers: Sequence[int],
+    logits: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """``tree_forward`` where positions and masks are at hand; and what the output embedding reads off the last layer's
-    states, (B, N, V), where that is asked for and kernels make it in the same call.
+    """``tree_forward``, and what the output embedding reads off the last layer's states, (B, N, V), where that is asked
+    for and kernels make it in the same call.
     """
+    tokens, (positions, masks) = tree.tokens, inputs
     if isinstance(cache, RecurrentCache):
         return cache.through(tokens, layers), None
     if support.fused is not None and support.fused.serves(tokens, masks, cache):
@@ -145,11 +141,9 @@ def attending(target: Target, support: Support) -> AbstractContextManager[None]:
     return grouped_queries(target.config) if support.grouped_queries and not inside else nullcontext()
 
 
-def tree_inputs(
-    target: Target, support: Support, cache: KVCache, tree: TokenTree
-) -> tuple[Tensor, Tensor | dict[str, Tensor] | None]:
+def tree_inputs(target: Target, support: Support, cache: KVCache, tree: TokenTree) -> Inputs:
     """Positions of a tree's nodes, (B, N) int64, and its attention masks in the form that the model takes."""
-    masks: Tensor | dict[str, Tensor] | None = None
+    masks: Masks = None
     single = tree.size == 1 and cache.uniform and support.sliding_window is None
     if single or support.mode == "chain":  # the model's own causal mask; without another its fastest kernels apply
         positions = cache.lengths[:, None] if tree.size == 1 else cache.lengths[:, None] + tree.depth

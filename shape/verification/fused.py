@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from shape.target.families import has_foreign_hooks, is_hooked, is_known
+from shape.target.families import foreign, is_hooked, is_known
 from shape.target.inference import keeps_frequencies, states_of
 from shape.target.kernels import Made, Pool
 from shape.target.rotary import RotaryTable
+from shape.target.support import Masks
 from shape.verification.program import ATTENTION, MLP, Forward, Layer, Rows, Turns, all_rows
 
 MOST = 512  # tokens of all sequences together; for more torch's own calls cost little
@@ -91,15 +92,14 @@ class FusedLayers:
         made = cls(body, config, getattr(config, "layer_types", None), head)
         return made if made._unchanged() else None
 
-    def serves(self, input_ids: Tensor, mask: Tensor | dict[str, Tensor] | None, cache: Any) -> bool:
+    def serves(self, input_ids: Tensor, mask: Masks, cache: Any) -> bool:
         """Whether these tokens can go through: few, behind a cache of ours, and seen as one token or under a mask."""
         return (
             input_ids.numel() <= self.most
             and input_ids.device.type == self.device
             and not torch.compiler.is_compiling()
-            and cache is not None
             and (mask is not None or input_ids.shape[1] == 1)
-            and (getattr(cache, "checked_by", None) is self or self._computes_as_here())
+            and (cache.checked_by is self or self._computes_as_here())
             and self.goes_behind(cache)
         )
 
@@ -115,7 +115,7 @@ class FusedLayers:
         """
         if torch.is_grad_enabled() or torch.is_autocast_enabled(self.device):
             return False
-        return getattr(cache, "checked_by", None) is self or self._look(cache)
+        return cache.checked_by is self or self._look(cache)
 
     def _look(self, cache: Any) -> bool:
         dtype = self._body._modules["norm"].weight.dtype
@@ -127,15 +127,9 @@ class FusedLayers:
         return True
 
     def __call__(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        mask: Tensor | dict[str, Tensor] | None,
-        cache: Any,
-        layers: Sequence[int],
-        logits: bool = False,
+        self, input_ids: Tensor, positions: Tensor, mask: Masks, cache: Any, layers: Sequence[int], logits: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``shape.verification.forward.node_states``, and what the output embedding reads off the last layer's
+        """As ``shape.verification.forward.tree_forward``, and what the output embedding reads off the last layer's
         states, (B, N, V), where that is asked for and it is in the kernels' blocks.
 
         Args:
@@ -149,7 +143,7 @@ class FusedLayers:
             x = Rows(self._embedding, input_ids.contiguous())
         masks = [mask[kind] if isinstance(mask, dict) else mask for kind in self.kinds]
         end = cache.slots.longest + nodes
-        turns = self._turns(x.table, position_ids, end)
+        turns = self._turns(x.table, positions, end)
         with self.program(Forward, batch, nodes, mask is not None, tuple(layers), logits) as forward:
             return forward(x, turns, cache, end, masks)
 
@@ -180,7 +174,7 @@ class FusedLayers:
     def _unchanged(self) -> bool:
         return (
             _hold(self._places)
-            and not any(map(has_foreign_hooks, self._hooks))
+            and not any(map(foreign, self._hooks))
             and not any("forward" in own for own in self._attributes)
         )
 

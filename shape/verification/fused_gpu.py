@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 
 from shape.target.families import is_hooked, is_plain_mlp
 from shape.target.inference import on_device
+from shape.target.support import Masks
 from shape.verification.fused import FusedLayers
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -67,20 +68,12 @@ class FusedGpuLayers(FusedLayers):
         """Nothing is made of weights."""
 
     def __call__(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        mask: Tensor | dict[str, Tensor] | None,
-        cache: Any,
-        layers: Sequence[int],
-        logits: bool = False,
+        self, input_ids: Tensor, positions: Tensor, mask: Masks, cache: Any, layers: Sequence[int], logits: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         with on_device(input_ids.device):  # where Triton launches
             parts, (batch, nodes) = self._body._modules, input_ids.shape
             embedded: Tensor = parts["embed_tokens"](input_ids)
-            turned = [
-                part.expand(batch, nodes, -1).flatten(0, 1) for part in parts["rotary_emb"](embedded, position_ids)
-            ]
+            turned = [part.expand(batch, nodes, -1).flatten(0, 1) for part in parts["rotary_emb"](embedded, positions)]
             x = embedded.flatten(0, 1)
             slots, end = cache.slots.next(nodes, x.device), cache.slots.longest + nodes
             wanted = [layer % (len(self.layers) + 1) for layer in layers]
