@@ -7,6 +7,7 @@ prompt and noise alone.
 """
 
 from collections.abc import Sequence
+from ctypes import c_int64
 from functools import cache
 from typing import TypeVar
 
@@ -79,7 +80,7 @@ def sequence_keys(
         seeds, numbers = [seed] * count, list(range(count))
     else:
         seeds, numbers = [s for s in seed for _ in range(samples)], [i % samples for i in range(count)]
-    hashes = torch.tensor([_wrap(s) for s in seeds], dtype=torch.long, device=device)
+    hashes = torch.tensor([c_int64(s).value for s in seeds], dtype=torch.long, device=device)  # modulo 2^64
     counters = torch.tensor(numbers, dtype=torch.long, device=device)
     return mix(mix(hashes + GOLDEN) + (counters + 1) * GOLDEN)
 
@@ -94,11 +95,6 @@ def _check_integers(device: torch.device) -> None:
                 f"device {device} computes other numbers in 64 bits than the CPU, so that sampling would be wrong "
                 "there; decode greedily, or on another device"
             )
-
-
-def _wrap(seed: int) -> int:
-    """Any Python int as a signed 64-bit word."""
-    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def gumbel(keys: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:

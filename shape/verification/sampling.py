@@ -39,10 +39,6 @@ def best(scores: Tensor) -> Tensor:
     return torch.as_tensor(scores.detach().numpy().argmax(-1))
 
 
-def _at_least_single(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
 @dataclass
 class Sampler:
     """How the target's logits become its choice of token: processors, temperature and noise of one request.
@@ -325,11 +321,8 @@ class Sampler:
             return self._reject(scores, tree, rows, nodes, offset).tolist()
         if not self.greedy:
             assert self.keys is not None
-            keys, positions, hashes = (
-                self.keys[rows],
-                self._lengths[rows] + offset,
-                all_hashes(scores.shape[-1], scores.device),
-            )
+            keys, positions = self.keys[rows], self._lengths[rows] + offset
+            hashes = all_hashes(scores.shape[-1], scores.device)
             if runs_on_host(scores) and scores.dtype == torch.float32:
                 each = zip(scores.contiguous().numpy(), keys.tolist(), positions.tolist(), strict=True)
                 return [noisiest(*one, hashes.numpy()) for one in each]
@@ -409,9 +402,10 @@ class Sampler:
 
     def warp(self, logits: Tensor) -> Tensor:
         """The warpers in order; what they cut off is -inf. (..., V) -> (..., V)."""
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if not self.warpers:
-            return _at_least_single(logits)
-        scores = _at_least_single(logits).flatten(0, -2)
+            return scores
+        scores = scores.flatten(0, -2)
         for warper in self.warpers:
             scores = warper(None, scores)  # type: ignore[arg-type]  # they do not look at the text
         return scores.view(logits.shape)
