@@ -11,19 +11,18 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin
 from transformers.pytorch_utils import Conv1D
 
 from shape.drafters.lengths import DraftLength, make_length
 from shape.drafters.model import ModelDrafter
-from shape.errors import ConfigError
+from shape.errors import ConfigError, require
 from shape.networks.layers import eigh
 from shape.target.integers import supports
 from shape.target.model import Target
 from shape.target.openvino import OpenVinoTarget
 from shape.target.prepack import is_plain, linear
 from shape.target.quantize import QuantizedLinear
-from shape.target.support import LayerShape, Support
+from shape.target.support import LayerShape
 from shape.verification.cache import KVCache, KVCacheLayer, Slots
 from shape.verification.forward import new_cache, prefill
 from shape.verification.fused import FusedLayers
@@ -58,12 +57,8 @@ class Compression:
     residuals: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("attention", "mlp", "cache"):
-            share = getattr(self, name)
-            if share is not None and not 0 < share <= 1:
-                raise ConfigError(f"{name} {share:g} is not a share of the full rank; give a number above 0, up to 1")
-        if not 0 <= self.residuals <= 1:
-            raise ConfigError(f"residuals {self.residuals:g} is not a strength; give a number from 0 to 1")
+        require(self, "attention mlp cache", above=0, most=1, group="compression.")
+        require(self, "residuals", least=0, most=1, group="compression.")
         if self.attention is None and self.mlp is None and self.cache is None and not self.int8 and not self.residuals:
             raise ConfigError("this compression changes nothing; set at least one of its parts")
 
@@ -176,14 +171,10 @@ def compress(
     if compression.residuals:
         BlockResiduals(compression.residuals).attach(blocks)
     small = Target(model, target.tokenizer, name=f"{target.name}, compressed")
-    small.support = None if target.support is None else _own_support(small, target.support)
+    if (known := target.support) is not None:  # fused layers hold the target's modules: the copy has its own
+        fused = None if known.fused is None else FusedLayers.of(small.model.base_model, small.config, small.head)
+        small.support = replace(known, fused=fused)
     return small, sum(kept) / len(kept) if kept else None
-
-
-def _own_support(small: Target, theirs: Support) -> Support:
-    """The target's, with the copy's own layers where the target's are fused: those hold the target's modules."""
-    fused = None if theirs.fused is None else FusedLayers.of(small.model.base_model, small.config, small.head)
-    return replace(theirs, fused=fused)
 
 
 def own_texts(target: Target, rows: int = _OWN_TEXTS, length: int = _OWN_LENGTH) -> list[list[int]]:
@@ -326,7 +317,7 @@ def cache_bases(target: Target, share: float, texts: Sequence[Sequence[int]]) ->
     for text in texts:
         cache = new_cache(target, support_of(target), 1, len(text))
         prefill(target, cache, torch.tensor([list(text)], device=target.device), [len(text)])
-        for moments, layer in zip(sums, cache.views, strict=True):
+        for moments, layer in zip(sums, cache.layers, strict=True):
             for moment, states in zip(moments, (layer.keys, layer.values), strict=True):
                 own = states[0].to(moment)
                 moment += own.mT @ own
@@ -354,9 +345,8 @@ class LowRankCache(KVCache):
         ]
         super().__init__(low, *others)
 
-    def _views(self) -> Iterator[CacheLayerMixin]:
+    def _views(self) -> Iterator[KVCacheLayer]:
         for layer, bases in zip(super()._views(), self._bases, strict=True):
-            assert isinstance(layer, KVCacheLayer)
             yield LowRankLayer(self.slots, layer.keys, layer.values, bases)
 
 

@@ -231,7 +231,7 @@ class TrainedDrafter(Drafter):
         positions = self.cache.lengths[:, None] + torch.arange(size, device=self._device)
         found = self.predictor.remember(features, self._embed_tokens(tokens), positions, self._memory())
         self.cache.reserve(size)
-        for layer, (keys, values) in zip(self.cache.views, found, strict=True):
+        for layer, (keys, values) in zip(self.cache.layers, found, strict=True):
             layer.update(keys, values)
 
     def _fused(self, count: int) -> FusedPredictor | None:
@@ -249,7 +249,7 @@ class TrainedDrafter(Drafter):
         """Keys and values of the slots in use."""
         assert self.cache is not None
         used = slice(self.cache.longest)
-        return [(layer.keys[:, :, used], layer.values[:, :, used]) for layer in self.cache.views]
+        return [(layer.keys[:, :, used], layer.values[:, :, used]) for layer in self.cache.layers]
 
     def _known(self, steps: int) -> Known:
         """What the network knows at the roots, (B, 1), for so many steps."""

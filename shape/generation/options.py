@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shape.data.options import AnswerOptions
-from shape.errors import ConfigError, DataError, require
+from shape.errors import DataError, require
 from shape.features.trainer import TrainerOptions
 from shape.target.options import AnsweringOptions, PlacedOptions
 from shape.verification.tree_shape import TreeShape
@@ -23,11 +23,8 @@ class TypicalParameters:
     delta: float = 0.3
 
     def __post_init__(self) -> None:
-        if not (0 < self.epsilon <= 1 and self.delta > 0):
-            raise ConfigError(
-                f"typical-lossy has epsilon {self.epsilon:g} and delta {self.delta:g}; epsilon must be above 0 and at "
-                "most 1, delta above 0"
-            )
+        require(self, "epsilon", above=0, most=1, group="typical_lossy.")
+        require(self, "delta", above=0, group="typical_lossy.")
 
 
 @dataclass(frozen=True)
@@ -45,11 +42,8 @@ class TrsParameters:
     threshold: float = 0.8
 
     def __post_init__(self) -> None:
-        if min(self.k, self.depth) < 1 or not 0 < self.threshold <= 1:
-            raise ConfigError(
-                f"trs-lossy has k {self.k}, depth {self.depth} and threshold {self.threshold:g}; k and depth must be "
-                "at least 1, the threshold above 0 and at most 1"
-            )
+        require(self, "k depth", least=1, group="trs_lossy.")
+        require(self, "threshold", above=0, most=1, group="trs_lossy.")
 
 
 @dataclass(kw_only=True)

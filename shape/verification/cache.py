@@ -8,7 +8,7 @@ window has left are kept, since a session may go back to them.
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -140,6 +140,7 @@ class KVCache(Cache):
             is for.
     """
 
+    layers: list[KVCacheLayer]  # type: ignore[assignment]  # of no other kind
     checked_by: Any = None
     _windows: frozenset[int | None] = frozenset()
 
@@ -186,16 +187,11 @@ class KVCache(Cache):
         """Committed tokens that have to go through the target once more, before others (``RecurrentCache``)."""
         return 0
 
-    @property
-    def views(self) -> list[KVCacheLayer]:
-        """``layers``, by their own type."""
-        return cast(list[KVCacheLayer], self.layers)
-
     def first(self, window: int | None) -> int:
         """The first slot that the next forward's attention sees in layers with this window."""
         return self.slots.first(window) if window in self._windows else 0
 
-    def _views(self) -> Iterator[CacheLayerMixin]:
+    def _views(self) -> Iterator[KVCacheLayer]:
         unused = {group: iter(storage) for group, storage in self._storage.items()}
         for (keys, values), shape in zip(self._groups, self.shapes, strict=True):
             held = next(unused[keys]).transpose(1, 2), next(unused[values]).transpose(1, 2)

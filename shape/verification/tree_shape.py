@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from shape.errors import ConfigError
+from shape.errors import ConfigError, require
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,7 @@ class TreeShape:
     threshold: float = 0.0
 
     def __post_init__(self) -> None:
-        sizes = {"depth": self.depth, "width": self.width, "branching": self.branching, "nodes": self.nodes}
-        for name, size in sizes.items():
-            if size is not None and size < 1:
-                raise ConfigError(f"tree.{name} is {size}; give at least 1")
+        require(self, "depth width branching nodes", least=1, group="tree.")
         if not 0 <= self.threshold < 1:
             raise ConfigError(f"tree.threshold is {self.threshold}; give a probability from 0 to below 1")
 

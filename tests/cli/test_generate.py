@@ -197,7 +197,7 @@ def test_a_target_without_a_tokenizer_is_told_before_the_warm_up(tiny_target, tm
         (["--prompt", "x", "--drafter", "magic"], "drafter 'magic' is unknown; use one of none, "),
         (["--prompt", "x", "--drafter", "sufix"], "'sufix' is unknown; did you mean suffix? Known are none, "),
         (["--prompt", "x", "--acceptance", "typical"], "acceptance rule 'typical' is unknown"),
-        (["--prompt", "x", "--typical_lossy.epsilon", "2"], "typical-lossy has epsilon 2"),
+        (["--prompt", "x", "--typical_lossy.epsilon", "2"], "typical_lossy.epsilon is 2.0; give a number above 0"),
         (["--prompt", "x", "--misses", "log"], "misses are of a pack, and none is given"),
         (["--prompt", "x", "--acceptance", "trs-lossy", "--misses", "log"], "which trs-lossy does not"),
         (["--prompt", "x", "--acceptance", "trs-lossy", "--drafter", "ngram", *FAST], "'trs-lossy' needs the k^N"),

@@ -183,10 +183,10 @@ def test_the_cache_keeps_ranks_and_gives_back_what_they_hold(tiny_model):
         cache = LowRankCache(bases, support.layers, 2, 30, target.dtype, target.device)
         found = prefill(target, cache, IDS, [24, 24], portion=5)
         distances.append(float((found - expected).norm() / expected.norm()))
-        assert cache.views[0].keys.shape == (2, heads, 30, round(8 * share))
+        assert cache.layers[0].keys.shape == (2, heads, 30, round(8 * share))
     assert distances[0] < 1e-4 < distances[1]
     whole = new_cache(target, support, 2, 30)
-    assert whole.views[0].keys.shape[-1] == 8
+    assert whole.layers[0].keys.shape[-1] == 8
 
 
 def test_the_target_writes_texts_to_calibrate_with(tiny_model):
@@ -228,9 +228,9 @@ def test_binding_again_keeps_the_length_that_was_given(tiny_model):
     ("options", "message"),
     [
         ({}, "changes nothing; set at least one"),
-        ({"attention": 1.5}, "attention 1.5 is not a share"),
-        ({"cache": 0.0}, "cache 0 is not a share"),
-        ({"residuals": 2.0}, "residuals 2 is not a strength"),
+        ({"attention": 1.5}, "compression.attention is 1.5; give a number above 0 and at most 1"),
+        ({"cache": 0.0}, "compression.cache is 0.0; give"),
+        ({"residuals": 2.0}, "compression.residuals is 2.0; give a number from 0 to 1"),
     ],
 )
 def test_senseless_compressions_are_refused(options, message):

@@ -136,7 +136,7 @@ def test_the_memory_is_that_of_the_network(target, name, lengths, dtype):
     assert drafter.cache.host_lengths == other.cache.host_lengths
     near = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     for row, length in enumerate(drafter.cache.host_lengths):
-        for held, expected in zip(drafter.cache.views, other.cache.views, strict=True):
+        for held, expected in zip(drafter.cache.layers, other.cache.layers, strict=True):
             for one, another in ((held.keys, expected.keys), (held.values, expected.values)):
                 one, another = one[row, :, :length], another[row, :, :length]
                 assert (one - another).norm() <= near * another.norm()

@@ -81,7 +81,7 @@ def test_other_acceptance_rules_stand_in_the_name(arguments, tmp_path, refused):
             ["--methods", "[autoregressive,shape@traversal]", "--tree.nodes", "3"],
             "acceptance 'traversal' is biased where",
         ),
-        (["--trs_lossy.k", "0"], "trs-lossy has k 0"),
+        (["--trs_lossy.k", "0"], "trs_lossy.k is 0; give at least 1"),
     ):
         said = refused(main, *arguments, *extra, "--output", str(tmp_path / "other"))
         assert said.startswith(f"error: {sentence}")

@@ -59,10 +59,10 @@ def test_a_sequence_that_has_stopped_gives_its_place_to_the_last():
     cache = KVCache(SHAPES, 4, 6, torch.float64, torch.device("cpu"))
     write(cache, states(4, 6, 0.5))
     cache.set_lengths([2, 6, 3, 4])
-    before = [(layer.keys.clone(), layer.keys.data_ptr()) for layer in cache.views]
+    before = [(layer.keys.clone(), layer.keys.data_ptr()) for layer in cache.layers]
     cache.select(torch.tensor([0, 3, 2]))
     assert cache.host_lengths == [2, 4, 3]
-    for layer, (keys, place) in zip(cache.views, before, strict=True):
+    for layer, (keys, place) in zip(cache.layers, before, strict=True):
         assert layer.keys.data_ptr() == place and torch.equal(layer.keys[[0, 2]], keys[[0, 2]])
         assert torch.equal(layer.keys[1, :, :4], keys[3, :, :4])
         assert torch.equal(layer.keys[1, :, 4:], keys[1, :, 4:])  # not committed, so not moved

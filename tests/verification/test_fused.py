@@ -43,7 +43,7 @@ def both(target: Target, batch: int = 1, layers: tuple[int, ...] = (-1,), single
         prefill(target, cache, ids[0], [12 - 3 * row for row in range(batch)])
         tree = root_only(ids[1, :, 0]) if single else TokenTree(ids[1, :, :6], torch.tensor([PARENTS] * batch))
         states = tree_forward(target, replace(support, fused=fused), cache, tree, layers)
-        held = [x[row, :, : cache.host_lengths[row] + tree.size].flatten() for layer in cache.views
+        held = [x[row, :, : cache.host_lengths[row] + tree.size].flatten() for layer in cache.layers
                 for x in (layer.keys, layer.values) for row in range(batch)]  # fmt: skip
         found += [states, torch.cat(held)]
     return found
@@ -223,7 +223,7 @@ def test_caches_that_transform_what_they_hold_are_left_to_the_target(tiny_model)
     with torch.no_grad():
         assert target.support.fused.serves(torch.zeros(1, 1, dtype=torch.int64), None, cache)
         cache = new_cache(target, support_of(target), 1, 20)
-        cache.layers = [Doubling(one.slots, one.keys, one.values) for one in cache.views]
+        cache.layers = [Doubling(one.slots, one.keys, one.values) for one in cache.layers]
         assert not target.support.fused.serves(torch.zeros(1, 1, dtype=torch.int64), None, cache)
 
 
