@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from shape.errors import UnsupportedTarget
 from shape.target.inference import evaluating, host_by_default, relative_error
@@ -19,7 +19,6 @@ from shape.target.support import LayerShape, Support
 from shape.verification.forward import new_cache, prefill, tree_forward
 from shape.verification.fused import FusedLayers
 from shape.verification.fused_gpu import FusedGpuLayers
-from shape.verification.recurrent import RECURRENT
 from shape.verification.tree import TokenTree, chain, root_only
 from shape.verification.windows import PretendedCache, holding, pretended_length, too_wide
 
@@ -162,7 +161,7 @@ def _cache_shapes(target: Target, prompt: Tensor) -> tuple[list[LayerShape], flo
     parts = [slice(-3), slice(-3, None)]
     states = [target.hidden(prompt[:, part], position_ids=positions[None, part], cache=cache) for part in parts]
     noise = relative_error(torch.cat(states, dim=1), target.hidden(prompt))
-    if any(isinstance(layer, RECURRENT) for layer in cache.layers):
+    if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
         return [], 0.0  # of some the cached forward begins anew, which is no noise
     shapes, held = [], holding(cache)
     for layer, window in zip(held, _windows_of(target, held), strict=True):

@@ -11,14 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import cache_utils
 from transformers.cache_utils import Cache, DynamicCache
 
 from shape.target.model import Target
 from shape.verification.cache import KVCache, Slots
 
-RECURRENT: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
-"""Layers that have such states, as transformers' cache holds them."""
 # On a CPU linear attention fills a forward up to multiples of 64 tokens, unless its model is told otherwise. These are.
 _CHUNKED, _CHUNK = {"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}, 16
 
