@@ -3,7 +3,7 @@
 ``acceptance`` has each of them by operations of tensors, for accelerators, and says why it is lossless.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,27 +61,17 @@ def traverse_scores(
     return _of_arrays(_traverse(_given(tree, scores, warps, keys, lengths, hashes)))
 
 
-class _Given(NamedTuple):
-    """What drawn drafts are decided over: arguments of ``reject_scores`` as numpy knows them."""
-
-    tokens: np.ndarray
-    parents: np.ndarray
-    drawn: np.ndarray
-    log_q: np.ndarray
-    scores: np.ndarray
-    brain: bool
-    warps: Warps
-    keys: np.ndarray
-    lengths: np.ndarray
-    hashes: np.ndarray
+_Array = np.ndarray
+_Given = tuple[_Array, _Array, _Array, _Array, _Array, bool, Warps, _Array, _Array, _Array]
 
 
 def _given(tree: TokenTree, scores: Tensor, warps: Warps, keys: Tensor, lengths: Tensor, hashes: Tensor) -> _Given:
+    """Arguments of ``reject_scores`` as numpy knows them, by the names that ``_reject`` gives to them."""
     drawn = tree.were_drawn.contiguous().numpy()
     log_q = _NO_ROWS if tree.log_q is None else tree.log_q.contiguous().numpy()  # not read where no node was drawn
     bits, brain = _bits_of(scores)
     noise = keys.numpy(), lengths.numpy(), hashes.numpy()
-    return _Given(*_shape_of(tree), drawn, log_q, bits, brain, warps, *noise)
+    return *_shape_of(tree), drawn, log_q, bits, brain, warps, *noise
 
 
 def _shape_of(tree: TokenTree) -> tuple[np.ndarray, np.ndarray]:

@@ -5,6 +5,7 @@ another order. ``shape.verification.fused`` says for which targets it serves.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -83,7 +84,7 @@ class Forward:
         self._out = torch.empty(tokens, len(layers) * width, dtype=self._dtype, device="meta")
         # What to add to their address, and where it goes.
         self._out_places: list[tuple[int, list[tuple[Any, int]]]] = []
-        self._steps: list[Program | Callable[[], Any]] = []
+        self._steps: list[Callable[[], Any]] = []
         self._buffers = Buffers()
         self._program = Program(self._buffers)
         self._logits: tuple[torch.Size, list[tuple[Any, int]]] | None = None  # where their address goes
@@ -189,10 +190,7 @@ class Forward:
         now += [layer.values.data_ptr() for layer in cache.layers]
         self._now.numpy()[:] = now
         for step in self._steps:
-            if isinstance(step, Program):
-                step.run(1 << 30)
-            else:
-                step()
+            step()
 
     def _new(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self._dtype)
@@ -203,7 +201,7 @@ class Forward:
     def _end(self) -> None:
         """Of a program: what follows is called."""
         if len(self._program):
-            self._steps.append(self._program)
+            self._steps.append(partial(self._program.run, 1 << 30))
         self._program = Program(self._buffers)
 
     def _norm(
