@@ -7,15 +7,6 @@ from typing import Any
 
 from shape.generation.rules import Rule
 
-_DERIVED = (
-    "acceptance_length",
-    "tokens_per_draft_step",
-    "draft_acceptance_rate",
-    "draft_seconds",
-    "verify_seconds",
-    "commit_seconds",
-)
-
 
 @dataclass(frozen=True)
 class Step:
@@ -160,6 +151,5 @@ class DecodeStats:
         for name in ("histogram", "accepted_lengths"):
             values[name] = dict(sorted(values[name].items()))
         values["steps"] = len(self.steps)
-        for name in _DERIVED:
-            values[name] = getattr(self, name)
-        return values
+        derived = (name for name, own in vars(DecodeStats).items() if isinstance(own, property))
+        return values | {name: getattr(self, name) for name in derived}

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from transformers import TextStreamer
+from transformers import TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
 T = TypeVar("T")
@@ -23,12 +23,17 @@ def text(tokens: Iterable[list[int]], tokenizer: Any) -> Iterator[str]:
 
     What can be shown is for transformers' TextStreamer to say: whole words, finished lines and CJK characters.
     """
-    words = _Words(tokenizer)
+    words = TextIteratorStreamer(tokenizer, skip_special_tokens=True)
+
+    def ready() -> Iterator[str]:  # without empty texts, and without the sign that no more will come
+        held = words.text_queue
+        return filter(None, [held.get() for _ in range(held.qsize())])
+
     for new in tokens:
         words.put(torch.tensor(new))
-        yield from words.take()
+        yield from ready()
     words.end()
-    yield from words.take()
+    yield from ready()
 
 
 async def in_threads(pieces: Iterator[T]) -> AsyncIterator[T]:
@@ -49,19 +54,3 @@ def ended(streamer: BaseStreamer | None) -> Iterator[None]:
     finally:
         if streamer is not None:
             streamer.end()
-
-
-class _Words(TextStreamer):
-    """Keeps what the streamer would print."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        super().__init__(tokenizer, skip_special_tokens=True)
-        self.ready: list[str] = []
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        if text:
-            self.ready.append(text)
-
-    def take(self) -> list[str]:
-        ready, self.ready = self.ready, []
-        return ready
