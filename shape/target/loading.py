@@ -32,10 +32,7 @@ HUB_OPTIONS = SOURCE | {"revision"}
 # Options of Target.load, and of commands by themselves.
 _OURS = {"dtype", "device_map", "tokenizer", "prepacked", "quantize"}
 # What is often meant by an option that nobody knows.
-_OFTEN_GIVEN = [
-    *("device_map", "drafter", "fall_back", "num_draft_tokens", "predictor", "tree", "draft_device"),
-    *_OURS,
-]
+_OFTEN_GIVEN = [*_OURS, "drafter", "fall_back", "num_draft_tokens", "predictor", "tree", "draft_device"]
 # What transformers, safetensors and torch say of weights that are not there or cut.
 _WEIGHTS_GONE = ("no file named", "deserializing header", "PytorchStreamReader", "Unable to load weights")
 # What says which files are read: all that a tokenizer takes, of which any other would become a setting.

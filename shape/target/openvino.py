@@ -5,14 +5,13 @@ the token tables in torch, and may draft on another device than the target verif
 been tried.
 """
 
-import functools
 import hashlib
 import json
 import os
 import shutil
 import threading
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -312,7 +311,7 @@ def shared(numbers: np.ndarray) -> Any:
     return ov.Tensor(numbers, shared_memory=True)
 
 
-@functools.cache
+@cache
 def _core() -> Any:
     import openvino as ov
 

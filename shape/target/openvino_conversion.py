@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from shape.errors import ConfigError, UnsupportedTarget
 from shape.files import typed
 from shape.target.loading import first_line
-from shape.target.support import LayerShape, Support, cache_name
+from shape.target.support import Support, cache_name
 
 IDS, POSITIONS, ROWS, STATES = "ids", "positions", "rows", "states"
 """Names of inputs and of outputs: of the latter ``states.-1`` is h, and ``states.k`` what layer k reads."""
@@ -182,7 +182,7 @@ def _traced_body(body: nn.Module, support: Support) -> Any:
     import openvino as ov
     from openvino._offline_transformations import apply_make_stateful_transformation
 
-    masks, shapes = list(mask_names(support)), _flat(support.layers)
+    masks, shapes = list(mask_names(support)), [one for layer in support.layers for one in (layer.keys, layer.values)]
     example = [
         torch.zeros(_BATCH, _NEW, dtype=torch.int64),
         torch.arange(_PAST, _PAST + _NEW).repeat(_BATCH, 1),
@@ -261,8 +261,3 @@ def _start_empty(model: Any, shapes: Mapping[str, tuple[int, int]]) -> None:
             heads, size = shapes[next(name for name in shapes if op.get_variable_id().startswith(name + "present"))]
             sizes = [ops.constant(np.array([number], np.int64)) for number in (heads, 0, size)]
             op.set_arguments([ops.broadcast(ops.constant(0.0, dtype=np.float32), ops.concat([batch, *sizes], 0))])
-
-
-def _flat(layers: Sequence[LayerShape]) -> list[tuple[int, int]]:
-    """(heads, head size) of every layer's keys and values in turn."""
-    return [shape for layer in layers for shape in (layer.keys, layer.values)]
