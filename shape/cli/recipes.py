@@ -55,19 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _compile(values: Any) -> None:
-    from shape.data.backends import off_in_words, switched_off
     from shape.drafters.recipes.compile import compile_pack
     from shape.drafters.recipes.pack import inspect
-    from shape.generation.decoder import ShapeDecoder
-    from shape.target.loading import of_target
-    from shape.target.model import Target, announce
+    from shape.generation.answers import answering
+    from shape.target.model import Target
 
     def load() -> tuple[Target, Callable[..., Any]]:
-        decoder = ShapeDecoder.from_pretrained(
-            target=options.target, dtype=options.dtype, drafter="suffix", **of_target(options)
-        )
-        off = switched_off(decoder.target.model.generation_config, options.temperature)
-        announce(decoder.target, off_in_words(off))
+        decoder = answering(options, "suffix")
         return decoder.target, decoder.generate
 
     options = options_of(CompileOptions, values)

@@ -10,6 +10,7 @@ import torch
 
 from shape.data.backends import Answer, Backend, Request, off_in_words, sampling, switched_off
 from shape.data.endpoint import Endpoint, EndpointBackend
+from shape.data.options import CompileOptions
 from shape.data.reading import load_conversations
 from shape.data.regeneration import Share, Summary, check_output, in_every_process, regenerate, require_prompts
 from shape.errors import ConfigError, DataError
@@ -108,22 +109,20 @@ class LocalBackend:
         return Answer(text, finished, message.more, tokens)
 
 
-def _check(options: RegenerationOptions) -> None:
-    options.check()
-    if (options.target is None) == (options.endpoint is None):
-        raise ConfigError("give either target, to answer here, or endpoint and model, to ask a server")
-    Endpoint.asked_for(options.endpoint, options.model)
+def answering(options: RegenerationOptions | CompileOptions, drafter: str) -> ShapeDecoder:
+    """A decoder for `sampling`, and a line that says what it leaves out of the target's own generation config."""
+    decoder = ShapeDecoder.from_pretrained(
+        target=options.target, dtype=options.dtype, drafter=drafter, **of_target(options)
+    )
+    off = switched_off(decoder.target.model.generation_config, options.temperature)
+    announce(decoder.target, off_in_words(off))
+    return decoder
 
 
 def make_backend(options: RegenerationOptions) -> Backend:
     """The backend that the options ask for."""
     if options.endpoint is None:
-        decoder = ShapeDecoder.from_pretrained(
-            target=options.target, dtype=options.dtype, drafter="none", **of_target(options)
-        )
-        off = switched_off(decoder.target.model.generation_config, options.temperature)
-        announce(decoder.target, off_in_words(off))
-        return LocalBackend(decoder, options.max_new_tokens, options.temperature)
+        return LocalBackend(answering(options, "none"), options.max_new_tokens, options.temperature)
     return EndpointBackend.of(
         options.endpoint,
         options.model,
@@ -137,7 +136,10 @@ def regenerate_from(options: RegenerationOptions) -> Summary | None:
     """What `shape regenerate` does, cheap checks first; None in processes other than the first."""
     check_output(Path(options.output))
     prepare_file(options.output)
-    _check(options)
+    options.check()
+    if (options.target is None) == (options.endpoint is None):
+        raise ConfigError("give either target, to answer here, or endpoint and model, to ask a server")
+    Endpoint.asked_for(options.endpoint, options.model)
     conversations = load_conversations(
         options.data,
         skip_bad_rows=options.skip_bad_rows,
