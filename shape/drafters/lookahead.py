@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shape.drafters.base import Committed, Drafter
 from shape.drafters.growing import Paths
+from shape.drafters.proposal import walk
 from shape.verification.sampling import Sampler, best
 from shape.verification.tree import Drafted, TokenTree, ragged_tree
 
@@ -92,12 +93,8 @@ class _Window:
         if not self.drafted:
             return
         number = {pair: node for node, pair in enumerate(zip(parents, tokens, strict=True))}
-        nodes = []
-        for path in self.drafted:
-            node: int | None = 0
-            for token in path:
-                node = None if node is None else number.get((node, token))
-            nodes.append(node)
+        walked = [(path, walk(number, path)) for path in self.drafted]
+        nodes = [found[-1] if len(found) == len(path) else None for path, found in walked]
         known = [column for column, node in enumerate(nodes) if node is not None]
         self.drafted = []
         self.levels = [[level[column] for column in known] for level in self.levels]

@@ -95,7 +95,7 @@ class Proposal:
         Args:
             text: what was committed behind the root.
         """
-        path = [0, *_walk(self._number, text)]
+        path = [0, *walk(self._number, text)]
         for node, token in zip(path, text, strict=False):
             for child in self._children[node]:
                 for drafter, claim in child.claims.items():
@@ -106,9 +106,9 @@ class Proposal:
         if self.only is not None:
             only, tokens, parents = self.only
             numbers = {(parents[at], tokens[at]): at for at in range(len(tokens) - 1, 0, -1)}  # the first of duplicates
-            accepted = len(_walk(numbers, text))
+            accepted = len(walk(numbers, text))
             return {drafter: accepted if drafter == only else 0 for drafter in self.expected_before}
-        claims = [self.nodes[node - 1].claims for node in _walk(self._number, text)]
+        claims = [self.nodes[node - 1].claims for node in walk(self._number, text)]
         gained = {}
         for drafter in self.expected_before:
             without = (depth for depth, by in enumerate(claims) if by.keys() == {drafter})
@@ -116,7 +116,7 @@ class Proposal:
         return gained
 
 
-def _walk(numbers: Mapping[tuple[int, int], int], text: Sequence[int]) -> list[int]:
+def walk(numbers: Mapping[tuple[int, int], int], text: Sequence[int]) -> list[int]:
     """The nodes along a text from the root."""
     node, path = 0, []
     for token in text:
