@@ -61,6 +61,9 @@ class StaticCache(KVCache):
         self.lengths[:count] = other.lengths[rows]
 
 
+OwnCache = StaticCache | None  # a drafter's own keys and values, where it has some
+
+
 @dataclass(frozen=True)
 class StaticTree(TokenTree):
     """A tree that knows its ancestors and depths from the start: torch.compile does not look into cached properties."""
@@ -107,15 +110,11 @@ class StaticDrafter:
         """The state behind a prefill (see ``Drafter.start``)."""
         return hidden.new_zeros(len(hidden), 0)
 
-    def draft(
-        self, state: Tensor, memory: StaticCache | None, lengths: Tensor, root: Tensor, sampler: Sampler
-    ) -> TokenTree:
+    def draft(self, state: Tensor, memory: OwnCache, lengths: Tensor, root: Tensor, sampler: Sampler) -> TokenTree:
         """Trees of one size behind the roots (B,), texts being ``lengths`` (B,) long with them."""
         return root_only(root)
 
-    def update(
-        self, state: Tensor, memory: StaticCache | None, tokens: Tensor, hidden: Tensor, counts: Tensor
-    ) -> Tensor:
+    def update(self, state: Tensor, memory: OwnCache, tokens: Tensor, hidden: Tensor, counts: Tensor) -> Tensor:
         """The state behind a step, see ``Drafter.update``; keys and values are written behind the memory's lengths."""
         return state
 
@@ -153,17 +152,13 @@ class StaticPredictor(StaticDrafter):
         self.memory = self._drafter.cache
         return self._drafter.window
 
-    def draft(
-        self, state: Tensor, memory: StaticCache | None, lengths: Tensor, root: Tensor, sampler: Sampler
-    ) -> TokenTree:
+    def draft(self, state: Tensor, memory: OwnCache, lengths: Tensor, root: Tensor, sampler: Sampler) -> TokenTree:
         self._drafter.window, self._drafter.cache = state, memory
         if memory is not None:
             memory.expect(0)
         return self._drafter.draft(Committed([], lengths, root), sampler)
 
-    def update(
-        self, state: Tensor, memory: StaticCache | None, tokens: Tensor, hidden: Tensor, counts: Tensor
-    ) -> Tensor:
+    def update(self, state: Tensor, memory: OwnCache, tokens: Tensor, hidden: Tensor, counts: Tensor) -> Tensor:
         self._drafter.window, self._drafter.cache = state, memory
         if memory is not None:
             memory.expect(hidden.shape[1])
@@ -191,9 +186,7 @@ class StaticText(StaticDrafter):
     def start(self, committed: Committed, hidden: Tensor) -> Tensor:
         return torch.zeros(len(hidden), 2, self.nodes, dtype=torch.long, device=hidden.device)
 
-    def draft(
-        self, state: Tensor, memory: StaticCache | None, lengths: Tensor, root: Tensor, sampler: Sampler
-    ) -> TokenTree:
+    def draft(self, state: Tensor, memory: OwnCache, lengths: Tensor, root: Tensor, sampler: Sampler) -> TokenTree:
         tokens, parent = state[:, :, 1:].unbind(1)
         no_parent = torch.full_like(root, -1)
         return TokenTree(torch.cat([root[:, None], tokens], dim=1), torch.cat([no_parent[:, None], parent], dim=1))
@@ -221,9 +214,7 @@ class StaticOracle(StaticDrafter):
         width = -(-(max(map(len, drafts)) + 1) // _TABLE) * _TABLE  # the last is always -1
         return torch.tensor([[*row, *[-1] * (width - len(row))] for row in drafts], device=hidden.device)
 
-    def draft(
-        self, state: Tensor, memory: StaticCache | None, lengths: Tensor, root: Tensor, sampler: Sampler
-    ) -> TokenTree:
+    def draft(self, state: Tensor, memory: OwnCache, lengths: Tensor, root: Tensor, sampler: Sampler) -> TokenTree:
         positions = lengths[:, None] + torch.arange(self.depth, device=root.device)
         drafts = state.gather(1, positions.clamp(max=state.shape[1] - 1))
         tree = chain(root, drafts.clamp(min=0))
