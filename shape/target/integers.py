@@ -25,23 +25,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from shape.target import kernels, matrices
-from shape.target.kernels import (
-    F32,
-    FLOATS,
-    HALVES,
-    I8,
-    I16,
-    I32,
-    I64,
-    INTS,
-    TILE,
-    Code,
-    Program,
-    begin,
-    every,
-    own_share,
-    own_units,
-)
+from shape.target.kernels import F32, FLOATS, I8, I16, I32, I64, INTS, TILE, Code, Program, begin, every, own_units
 
 GROUP = 32  # inputs that share a weight's scale in 4 bits
 SPAN = 128  # inputs that share an activation's scale, where that divides a row
@@ -257,7 +241,7 @@ def _multiplier(module: ir.Module, kind: Kind) -> None:
     """This thread's share of the tiles, each times all chunks of tokens."""
     code, given = begin(module, "multiply", _MULTIPLIER)
     tiles, spans = given["tiles"], given["spans"]
-    start, end, code = own_share(code, tiles)
+    start, end, code = kernels.own_share(code, tiles)
     ahead = _Matrices(code, kind, given) if kind.by_matrices else None
     tile, code, done = code.counted(end, "tiles", start)
     chunk, code, after = code.counted(given["chunks"], "chunks")
@@ -285,7 +269,7 @@ def _multiplier(module: ir.Module, kind: Kind) -> None:
         sums = [inner.sitofp(one, FLOATS) for one in sums]
         if kind.bits == 4:
             scale = inner.plus(scales, inner.times(span, 2 * TILE * kind.span), 2 * TILE * at)
-            factor = inner.widened(inner.read(HALVES, scale))
+            factor = inner.widened(inner.read(kernels.HALVES, scale))
             before = found or [None] * kind.rows
             sums = [
                 inner.fmul(one, factor) if total is None else inner.fma(one, factor, total)

@@ -26,17 +26,7 @@ from shape.errors import ConfigError, UnsupportedTarget
 from shape.files import cache_folder
 from shape.target.loading import commit_of, dtype_of, first_line, only, read_config, read_tokenizer
 from shape.target.model import Target
-from shape.target.openvino_conversion import (
-    IDS,
-    POSITIONS,
-    ROWS,
-    STATES,
-    convert,
-    mask_names,
-    read_support,
-    released,
-    skeleton,
-)
+from shape.target.openvino_conversion import IDS, POSITIONS, ROWS, STATES, convert, mask_names, read_support, skeleton
 from shape.target.quantize import check_name
 from shape.target.support import Masks, Support
 
@@ -153,7 +143,6 @@ class OpenVinoTarget(Target):
         """
         convert(self.model, self._body, support, self.quantized, self._folder)
         self.converted = support
-        released(self.model)
         self.model.to(self.computed_in)
 
     def discard(self) -> None:

@@ -71,7 +71,7 @@ class _Layers(nn.Module):
 
 def convert(model: PreTrainedModel, body: nn.Module, support: Support, quantize: str | None, folder: Path) -> None:
     """Write the models, what drafters need of the weights, and what the probe found, into a folder that appears as a
-    whole or not at all.
+    whole or not at all. The model keeps what drafters need alone.
 
     Args:
         model: in float32, on the CPU. body: its layers, without the output embedding.
@@ -103,6 +103,7 @@ def convert(model: PreTrainedModel, body: nn.Module, support: Support, quantize:
             made.rename(folder)
     finally:
         shutil.rmtree(made, ignore_errors=True)
+    _release(model)
 
 
 def read_support(folder: Path) -> Support | None:
@@ -114,7 +115,7 @@ def read_support(folder: Path) -> Support | None:
 
 
 def skeleton(folder: Path, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
-    """The converted model without weights but for those that are kept, see ``released``."""
+    """The converted model without weights but for those that are kept, see ``_release``."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, **options)
     for name, kept in load_file(folder / _TABLES).items():
@@ -129,7 +130,7 @@ def skeleton(folder: Path, config: PretrainedConfig, **options: Any) -> PreTrain
     return model.eval()
 
 
-def released(model: PreTrainedModel) -> None:
+def _release(model: PreTrainedModel) -> None:
     """Let go of the weights that only the layers read: all matrices but those of the token tables."""
     kept = {id(weight) for table in _token_tables(model) for weight in table.parameters()}
     for module in model.modules():
