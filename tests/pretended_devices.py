@@ -346,7 +346,7 @@ def check_the_default_device(config: PretrainedConfig) -> None:
         predictor_of(Target(model), step_mode="recursive", token_conditioning="path").float().save_pretrained(drafts)
         expected = found(ShapeDecoder.from_pretrained(whole, predictor=drafts))
         device = torch.device(KIND, 0)
-        with Devices(), patch("shape.target.model.default_device", lambda: device):
+        with Devices(), patch("shape.target.loading.default_device", lambda: device):
             narrow = True
             try:
                 decoder = ShapeDecoder.from_pretrained(whole, predictor=drafts)

@@ -34,18 +34,10 @@ from transformers.generation import (
 
 from shape.data.backends import in_words
 from shape.errors import UnsupportedGeneration
+from shape.generation import served
 from shape.generation.prompts import mask_of, prompts_of, seen_prompts, width_of
 from shape.generation.rules import Rule
 from shape.generation.sequence import SequenceState, StopCriteria
-from shape.generation.served import (
-    NEUTRAL,
-    merged,
-    refuse,
-    slow_by_itself,
-    with_stop_strings,
-    without_none,
-    without_stop_strings,
-)
 from shape.target.model import Target
 from shape.target.support import CACHE_NAMES
 from shape.verification.noise import sequence_keys
@@ -55,22 +47,13 @@ from shape.verification.sampling import Sampler
 Seed = int | Sequence[int] | np.integer | np.ndarray | Tensor
 # These compute on the scores' device alone; others may ask the host.
 ON_DEVICE = (
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    MinPLogitsWarper,
-    TypicalLogitsWarper,
-    EpsilonLogitsWarper,
-    LogitNormalization,
-)
+    TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper,
+    EpsilonLogitsWarper, LogitNormalization,
+)  # fmt: skip
 # These look at the scores of a token alone; all others may look at the text before it.
 _SCORES_ALONE = (
-    *ON_DEVICE,
-    TopHLogitsWarper,
-    EtaLogitsWarper,
-    SuppressTokensLogitsProcessor,
-    InfNanRemoveLogitsProcessor,
-)
+    *ON_DEVICE, TopHLogitsWarper, EtaLogitsWarper, SuppressTokensLogitsProcessor, InfNanRemoveLogitsProcessor,
+)  # fmt: skip
 # Carried out here, for sequences of unequal length. Each stands for an option, whose name its attribute has too.
 _OURS = {
     MinLengthLogitsProcessor: "min_length",
@@ -182,7 +165,7 @@ class Request:
                 _prepare(target, text, here, call.config, {**call.options, **more, **_for_row(call.options, row)})
                 for row, (text, here) in enumerate(zip(seen, there, strict=True))
             ]
-        slow = slow_by_itself(target, first.config, options)
+        slow = served.slow_by_itself(target, first.config, options)
         return cls._of(target, prompts, samples, call.width, new, first, each, seen, slow)
 
     @classmethod
@@ -198,7 +181,7 @@ class Request:
         """
         config, width = prepared.config, width_of(input_ids)
         samples = config.num_return_sequences or 1
-        given = without_none(config.to_dict()) | without_none(inputs)
+        given = served.without_none(config.to_dict()) | served.without_none(inputs)
         positions, mask = (
             None if rows is None else rows[..., ::samples, :]
             for rows in (given.pop("position_ids", None), given.pop("attention_mask", None))
@@ -206,11 +189,11 @@ class Request:
         for name in CACHE_NAMES:
             if not getattr(given.get(name), "_is_user_defined", False):
                 given.pop(name, None)
-        refuse(target, given)
+        served.refuse(target, given)
         prepared.refuse_own()
         input_ids = input_ids[::samples]
         prompts = prompts_of(target, input_ids, mask_of(input_ids, mask, None, ()), positions)
-        slow = slow_by_itself(target, config, {})
+        slow = served.slow_by_itself(target, config, {})
         if len(prompts) * samples > 1 and prepared.looks_back:
             own = f" (the generation_config of target {target.name} has {in_words(slow)})" if slow else ""
             raise UnsupportedGeneration(
@@ -348,11 +331,11 @@ def _resolve_options(
     if key is not None and (found := known.get(key)) is not None:
         width_of(input_ids)
         return found
-    given = merged(target, config, options)
-    refuse(target, given)
+    given = served.merged(target, config, options)
+    served.refuse(target, given)
     if given.get("eos_token_id") == [] and given.get("pad_token_id") is None:
         options = {**options, "pad_token_id": 0}  # transformers would look for an end token to pad with
-    config, options = with_stop_strings(target, config, options)
+    config, options = served.with_stop_strings(target, config, options)
     width = width_of(input_ids)
     # A prompt as wide as the batch: lengths count from there, padding included, as in transformers.
     prepared = _prepare(target, [0] * width, None, config, options)
@@ -369,7 +352,7 @@ def _resolve_options(
 def _key(target: Target, config: GenerationConfig | None, options: dict[str, Any]) -> str | None:
     """The same for calls whose options mean the same; None where options are more than plain values."""
     model = target.model
-    configs = [None if one is None else without_none(vars(one)) for one in (model.generation_config, config)]
+    configs = [None if one is None else served.without_none(vars(one)) for one in (model.generation_config, config)]
     try:
         # transformers refuses options that were set on the model's configuration: one more entry there.
         return json.dumps([configs, options, len(vars(model.config)), str(target.device)])
@@ -396,7 +379,7 @@ def _prepare(
     ) -> Prepared:
         return Prepared(generation_config, logits_processor, stopping_criteria)
 
-    model, prompt = without_stop_strings(target.model), torch.tensor([ids], device=target.device)
+    model, prompt = served.without_stop_strings(target.model), torch.tensor([ids], device=target.device)
     attended = torch.tensor([mask or [True] * len(ids)], device=target.device).long()
     try:
         return model.generate(
@@ -404,7 +387,7 @@ def _prepare(
             attention_mask=attended,
             generation_config=generation_config,
             custom_generate=stop_here,
-            **{name: value for name, value in options.items() if name not in NEUTRAL},
+            **{name: value for name, value in options.items() if name not in served.NEUTRAL},
         )
     except torch.OutOfMemoryError:
         raise

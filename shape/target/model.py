@@ -23,22 +23,10 @@ from transformers.utils import output_capturing
 
 from shape import bundled
 from shape.errors import ConfigError, DataError, UnsupportedTarget
+from shape.target import loading
 from shape.target.chat import answer_message, plain_text, prompt_ids, render
 from shape.target.identity import TargetIdentity, float_weight
 from shape.target.inference import evaluating
-from shape.target.loading import (
-    SOURCE,
-    auto_class,
-    commit_of,
-    default_device,
-    dtype_of,
-    not_loaded,
-    only,
-    read_config,
-    read_tokenizer,
-    resolve_dtype,
-    unknown_option,
-)
 from shape.target.prepack import PrepackedForward, is_prepacked, linear, prepack, unpack
 from shape.target.quantize import Quantization, QuantizedLinear, check, quantize_model, quantized
 from shape.target.rotary import Switch, find_switch
@@ -136,8 +124,8 @@ class Target:
         if backend not in ("torch", "openvino"):
             raise ConfigError(f"backend {backend} is unknown; give torch or openvino")
         if isinstance(named := tokenizer, str | Path):
-            tokenizer = read_tokenizer(
-                bundled.resolve(str(named)), named, only({*SOURCE, "trust_remote_code"}, options)
+            tokenizer = loading.read_tokenizer(
+                bundled.resolve(str(named)), named, loading.only({*loading.SOURCE, "trust_remote_code"}, options)
             )
             if tokenizer is None:
                 raise ConfigError(f"there is no tokenizer in {named}; give a folder or a hub id that has one")
@@ -148,8 +136,8 @@ class Target:
                     f"backend {backend} loads a target by itself, while the model {given.name} is at hand; give its "
                     "folder or hub id"
                 )
-            loading = {"dtype": dtype, "device_map": device_map, "quantize": quantize}
-            options |= {name: value for name, value in loading.items() if value is not None}
+            how = {"dtype": dtype, "device_map": device_map, "quantize": quantize}
+            options |= {name: value for name, value in how.items() if value is not None}
             if isinstance(target, Target) and tokenizer not in (None, given.tokenizer):
                 raise ConfigError(f"target {given.name} has a tokenizer of its own already; give it to Target alone")
             if options:
@@ -170,26 +158,26 @@ class Target:
             raise ConfigError(
                 f"target is a {type(target).__name__}; give the PreTrainedModel in it, a folder or a hub id"
             )
-        chosen = resolve_dtype(dtype) or "auto"
+        chosen = loading.resolve_dtype(dtype) or "auto"
         where, options = bundled.resolve(str(target)), {"trust_remote_code": False, **options}
-        revision = commit_of(where, options)
+        revision = loading.commit_of(where, options)
         if revision:  # all parts are of one, even while somebody uploads
             options["revision"] = revision
-        config = read_config(target, **options)
+        config = loading.read_config(target, **options)
         if config.is_encoder_decoder:
             raise UnsupportedTarget(f"target {target} is an encoder-decoder model; give a decoder-only causal LM")
-        if device_map is None and (place := default_device()).type != "cpu":
+        if device_map is None and (place := loading.default_device()).type != "cpu":
             device_map = str(place)
         if quantize is not None:
-            check(quantize, device_map, dtype_of(dtype, config), config, options)
+            check(quantize, device_map, loading.dtype_of(dtype, config), config, options)
         if tokenizer is None:
-            tokenizer = read_tokenizer(where, target, options)
+            tokenizer = loading.read_tokenizer(where, target, options)
         try:
-            model = auto_class(config).from_pretrained(where, dtype=chosen, device_map=device_map, **options)
+            model = loading.auto_class(config).from_pretrained(where, dtype=chosen, device_map=device_map, **options)
         except TypeError as error:  # transformers gives what it does not know to the model
-            raise unknown_option(target, error) from error
+            raise loading.unknown_option(target, error) from error
         except Exception as error:  # a quantiser that is not installed, damaged files: each has errors of its own
-            raise not_loaded(target, error, device_map) from error
+            raise loading.not_loaded(target, error, device_map) from error
         if quantize is not None:
             quantize_model(model, quantize)
         loaded = cls(model.requires_grad_(False), tokenizer, name=str(target), revision=revision)
@@ -442,9 +430,7 @@ class Target:
         return render(self.tokenizer, messages, add_generation_prompt, chat_template_kwargs)
 
     def encode(
-        self,
-        prompt: str | Sequence[Mapping[str, Any]],
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        self, prompt: str | Sequence[Mapping[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None
     ) -> Tensor:
         """(1, T) int64 ids of a text, or of messages that await an answer; of their bare text without a chat template.
 
