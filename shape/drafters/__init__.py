@@ -78,21 +78,7 @@ def _make(name: str, given: Mapping[str, Drafter | None]) -> Drafter | None:
 
 
 __all__ = [
-    "DRAFTERS",
-    "AdversaryDrafter",
-    "Committed",
-    "CompressedDrafter",
-    "Compression",
-    "Drafter",
-    "GeodesicDrafter",
-    "HybridDrafter",
-    "LookaheadDrafter",
-    "ModelDrafter",
-    "NgramDrafter",
-    "OneDecodeDrafter",
-    "OracleDrafter",
-    "SuffixDrafter",
-    "TrainedDrafter",
-    "TreeShape",
-    "make_drafter",
-]
+    "DRAFTERS", "AdversaryDrafter", "Committed", "CompressedDrafter", "Compression", "Drafter", "GeodesicDrafter",
+    "HybridDrafter", "LookaheadDrafter", "ModelDrafter", "NgramDrafter", "OneDecodeDrafter", "OracleDrafter",
+    "SuffixDrafter", "TrainedDrafter", "TreeShape", "make_drafter",
+]  # fmt: skip

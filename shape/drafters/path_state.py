@@ -63,13 +63,7 @@ def go_along(
 
 @compiled
 def _go_on(
-    path: PathState,
-    token: np.ndarray,
-    carried: np.ndarray,
-    node: int,
-    above: int,
-    sums: np.ndarray,
-    out: np.ndarray,
+    path: PathState, token: np.ndarray, carried: np.ndarray, node: int, above: int, sums: np.ndarray, out: np.ndarray
 ) -> None:
     """The same with a state of the path's own, of what the depth adds, (1, 3 rank), which is written over."""
     rank = len(token)

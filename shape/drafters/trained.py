@@ -346,13 +346,7 @@ class TrainedDrafter(Drafter):
         )
 
     def _grown_on_host(
-        self,
-        root: Tensor,
-        numbers: np.ndarray,
-        embedding: Tensor,
-        states: Tensor,
-        logits: Tensor,
-        sampler: Sampler,
+        self, root: Tensor, numbers: np.ndarray, embedding: Tensor, states: Tensor, logits: Tensor, sampler: Sampler
     ) -> TokenTree:
         """The same from the states (B, depth, H) and logits (B, depth, K) of all depths, of which each serves all nodes
         of its depth.

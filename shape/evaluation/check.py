@@ -27,12 +27,7 @@ from shape.evaluation.results import SpeedResults
 from shape.evaluation.speed import SpeedSetting, measure
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.loading import draft_dtype, refuse_unknown
-from shape.generation.planning import (
-    CANDIDATES,
-    acceptance,
-    plan,
-    record_drafts,
-)
+from shape.generation.planning import CANDIDATES, acceptance, plan, record_drafts
 from shape.generation.timing import measure_costs
 from shape.networks.config import MTP_TARGETS, ShapeConfig
 from shape.networks.shape import ShapePredictor

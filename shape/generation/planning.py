@@ -83,11 +83,7 @@ class _DraftRecorder(Wrapped):
 
 
 def record_drafts(
-    decoder: ShapeDecoder,
-    contexts: Iterable[list[int]],
-    max_new_tokens: int = 64,
-    wide: TreeShape = WIDE,
-    **options,
+    decoder: ShapeDecoder, contexts: Iterable[list[int]], max_new_tokens: int = 64, wide: TreeShape = WIDE, **options
 ) -> list[list[RecordedDraft]]:
     """Drafts at every position of the target's answers to some prompts: per answer, position after position.
 

@@ -12,14 +12,7 @@ from shape.networks.base import Carried, Known, Remembered
 from shape.networks.config import ShapeConfig
 from shape.networks.convolution import ConvolvedLayer, GroupedConvolution
 from shape.networks.decoder import DraftLayer, Rotary, norm_of
-from shape.networks.layers import (
-    ConfidenceHead,
-    GatedMarkov,
-    MarkovTable,
-    RecurrentMarkov,
-    SelectorMarkov,
-    recent,
-)
+from shape.networks.layers import ConfidenceHead, GatedMarkov, MarkovTable, RecurrentMarkov, SelectorMarkov, recent
 from shape.networks.masked import MaskedPredictor
 
 

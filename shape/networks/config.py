@@ -55,17 +55,9 @@ STATE_ALONE = [kind for kind, fixed in _FIXED.items() if "feature_layers" in fix
 
 # What transformers itself writes into a config.json or passes to the constructor beside its declared fields.
 _TRANSFORMERS_KEYS = frozenset({f.name for f in fields(PreTrainedConfig)}) | {
-    "attn_implementation",
-    "auto_map",
-    "experts_implementation",
-    "model_type",
-    "name_or_path",
-    "num_labels",
-    "output_attentions",
-    "quantization_config",
-    "tie_last_hidden_states",
-    "torch_dtype",
-}
+    "attn_implementation", "auto_map", "experts_implementation", "model_type", "name_or_path", "num_labels",
+    "output_attentions", "quantization_config", "tie_last_hidden_states", "torch_dtype",
+}  # fmt: skip
 
 
 class ShapeConfig(PreTrainedConfig):

@@ -51,20 +51,11 @@ def layers_like(target: PreTrainedConfig, size: int | None = None) -> dict[str, 
     rope = {name: value for name, value in rope.items() if name not in ("partial_rotary_factor", "mrope_section")}
     if rope.get("rope_type", "default") not in _SCALINGS:
         rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
-    found: dict[str, Any] = {
-        "hidden_act": "silu",
-        "rope_parameters": rope if "rope_theta" in rope else None,
-    }
+    found: dict[str, Any] = {"hidden_act": "silu", "rope_parameters": rope if "rope_theta" in rope else None}
     names = (
-        "hidden_size",
-        "vocab_size",
-        "intermediate_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "rms_norm_eps",
-        "max_position_embeddings",
-    )
+        "hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+        "rms_norm_eps", "max_position_embeddings",
+    )  # fmt: skip
     found |= {name: getattr(target, name, None) for name in names}
     if isinstance(widths := found["intermediate_size"], list | tuple):  # Gemma 3n's has one for each layer
         found["intermediate_size"] = max(widths)

@@ -199,12 +199,7 @@ class ContextAttention(nn.Module):
         return rotate(self._split(self.key(keys)), rotary), self._split(self.value(values))
 
     def forward(
-        self,
-        query: Tensor,
-        rotary: Tensor,
-        memory: Memory,
-        visible: Tensor | None,
-        own: Memory | None = None,
+        self, query: Tensor, rotary: Tensor, memory: Memory, visible: Tensor | None, own: Memory | None = None
     ) -> Tensor:
         """(B, M, in_size) -> (B, M, out_size); `rotary` is of the queries' positions, (B, M or 1, 2, D / 2), and the
         other arguments are those of `attend`.

@@ -64,12 +64,7 @@ class Plan:
 
 
 def sinkhorn(
-    p: Tensor,
-    q: Tensor,
-    cost: Tensor,
-    epsilon: float,
-    iterations: int,
-    last_update: LastUpdate = "row",
+    p: Tensor, q: Tensor, cost: Tensor, epsilon: float, iterations: int, last_update: LastUpdate = "row"
 ) -> Plan:
     """Plans between p and q (both (..., d), each summing to 1) that minimise <T, C> + epsilon KL(T || p q^T).
 

@@ -36,14 +36,7 @@ from shape.training.batches import Batch
 from shape.training.checkpoints import require_same_run
 from shape.training.chunks import chunked_sum, rows_in_chunk
 from shape.training.compiling import compiled
-from shape.training.losses import (
-    acceptance_loss,
-    agreement_loss,
-    selector_loss,
-    step_sum,
-    supervised,
-    weighted_loss,
-)
+from shape.training.losses import acceptance_loss, agreement_loss, selector_loss, step_sum, supervised, weighted_loss
 from shape.training.optimization import learning_rate_factor, parameter_groups
 from shape.training.options import Losses, PredictorOptions, TrainingOptions
 from shape.training.order import derive_seed

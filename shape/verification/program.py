@@ -134,12 +134,7 @@ class Forward:
         return self._y
 
     def __call__(
-        self,
-        x: Rows,
-        turns: Turns,
-        cache: Any,
-        end: int,
-        masks: Sequence[Tensor | None],
+        self, x: Rows, turns: Turns, cache: Any, end: int, masks: Sequence[Tensor | None]
     ) -> tuple[Tensor, Tensor | None]:
         """States (B, N, layers H), and logits (B, N, V) where it makes these.
 

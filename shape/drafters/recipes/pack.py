@@ -117,13 +117,7 @@ def recipes_of(stretches: Iterable[Sequence[int]], prefix: int, depth: int) -> C
     return found
 
 
-def pack_of(
-    target: TargetIdentity,
-    counts: Counts,
-    samples: int,
-    prompts: int,
-    most: int,
-) -> Pack:
+def pack_of(target: TargetIdentity, counts: Counts, samples: int, prompts: int, most: int) -> Pack:
     """The most frequent recipes. What one says is left out where a longer one of the same prefix says it too."""
     by_prefix: dict[tuple[int, ...], list[Recipe]] = defaultdict(list)
     for (prefix, tokens), count in counts.items():

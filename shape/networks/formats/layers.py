@@ -13,24 +13,10 @@ from shape.networks.formats.targets import TargetFacts
 
 # What of a configuration says how decoder layers compute; the rest is a language model's, or how it was trained.
 _KEPT = (
-    "attention_bias",
-    "head_dim",
-    "hidden_act",
-    "hidden_size",
-    "initializer_range",
-    "intermediate_size",
-    "layer_types",
-    "max_position_embeddings",
-    "mlp_bias",
-    "model_type",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "rms_norm_eps",
-    "rope_parameters",
-    "sliding_window",
-    "use_sliding_window",
-)
+    "attention_bias", "head_dim", "hidden_act", "hidden_size", "initializer_range", "intermediate_size", "layer_types",
+    "max_position_embeddings", "mlp_bias", "model_type", "num_attention_heads", "num_hidden_layers",
+    "num_key_value_heads", "rms_norm_eps", "rope_parameters", "sliding_window", "use_sliding_window",
+)  # fmt: skip
 _ROPE = ("rope_theta", "rope_scaling")  # of earlier releases of transformers
 _MASK = "mask_embedding"  # ours alone: the target's embedding of a token
 # Weights that only training reads: copies of the target's, and constants.
@@ -39,13 +25,9 @@ _TRAINING_ONLY = ("verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb
 
 # Options that change what is computed and are not known here, with the value that changes nothing.
 _NEUTRAL = {
-    "input_embedding_scale": 1,
-    "output_multiplier": 1,
-    "attention_value_scale": 1,
-    "logit_scale": 1,
-    "is_neox_style": True,
-    "rope_is_neox_style": True,
-}
+    "input_embedding_scale": 1, "output_multiplier": 1, "attention_value_scale": 1, "logit_scale": 1,
+    "is_neox_style": True, "rope_is_neox_style": True,
+}  # fmt: skip
 
 
 def refuse_scales(config: dict[str, Any]) -> None:
