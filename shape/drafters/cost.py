@@ -13,6 +13,7 @@ Seconds are medians or lower quartiles throughout, since other work on a machine
 
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
@@ -95,22 +96,16 @@ def _between(known: dict[int, float], size: int) -> float:
     return float(np.interp(size, sizes, [known[one] for one in sizes]))
 
 
-class RecentTimes:
+class RecentTimes(deque[float]):
     """Seconds of the last few runs of something; their median, which a hiccup does not move."""
 
-    def __init__(self, kept: int = 9) -> None:
-        self._seconds: deque[float] = deque(maxlen=kept)
-
-    def __len__(self) -> int:
-        return len(self._seconds)
-
-    def add(self, seconds: float) -> None:
-        self._seconds.append(seconds)
+    def __init__(self, seconds: Iterable[float] = (), kept: int = 9) -> None:  # in the order in which deque copies
+        super().__init__(seconds, kept)
 
     @property
     def median(self) -> float | None:
         """None where nothing has run yet."""
-        return median(self._seconds) if self._seconds else None
+        return median(self) if self else None
 
 
 class VerificationTimes:
@@ -134,7 +129,7 @@ class VerificationTimes:
         if nodes not in self._by_size:
             self._by_size[nodes] = RecentTimes()
             return
-        self._by_size[nodes].add(seconds)
+        self._by_size[nodes].append(seconds)
         self._count += 1
         if self.line is None or self._count % self._FITTED == 0:
             self.line = self._fit()

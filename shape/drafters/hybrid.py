@@ -90,7 +90,7 @@ class HybridDrafter(Drafter):
     def update(self, tokens: list[list[int]], hidden: Tensor, counts: Tensor) -> None:
         if self._drafted_at is not None:
             if self._by_clock:
-                self._times.add(perf_counter() - self._drafted_at)
+                self._times.append(perf_counter() - self._drafted_at)
             self._drafted_at = None
         for drafter in self.drafters:
             drafter.update(tokens, self._columns(drafter, hidden), counts)
@@ -141,7 +141,7 @@ class HybridDrafter(Drafter):
             seconds = perf_counter() - started if self._by_clock else nominal
             if tree.size > 1:
                 found.append((number, tree))
-            self._value[number].seconds.add(seconds)
+            self._value[number].seconds.append(seconds)
             spent += seconds
             self.passes += drafter.passes
             self._passes[number] += drafter.passes

@@ -193,7 +193,7 @@ class StepCosts:
         if not drafted and since >= self._TRUSTED:
             self._times.pop((length_class, False), None)
         self._drafted_since[length_class] = since + 1 if drafted else 0
-        self._times.setdefault((length_class, drafted), RecentTimes(self._KEPT)).add(seconds)
+        self._times.setdefault((length_class, drafted), RecentTimes(kept=self._KEPT)).append(seconds)
 
     def add_verification(self, nodes: int, seconds: float, context: int) -> None:
         self._verifications.setdefault(self._length_class(context), VerificationTimes()).add(nodes, seconds)

@@ -58,7 +58,7 @@ def test_a_costly_source_is_asked_where_it_brings_more_than_it_costs():
     value, verify = DraftValue(), 1.0
     assert value.pays(expected=5.0, spent=0.0, verify=verify)  # not known yet
     for seconds in (0.5, 9.0, 0.5):  # with a hiccup
-        value.seconds.add(seconds)
+        value.seconds.append(seconds)
     value.add(0.6, 2.0)
     value.add(2.5, 0.2)
     assert value.pays(0.9, 0.0, verify)  # 3.9 tokens in 1.5 seconds, 1.9 in one
@@ -69,7 +69,7 @@ def test_a_costly_source_is_asked_where_it_brings_more_than_it_costs():
 
 def test_a_source_that_did_not_pay_is_asked_again_ever_more_rarely():
     value = DraftValue()
-    value.seconds.add(1.0)
+    value.seconds.append(1.0)
     value.add(0.0, 0.1)
     asked = [at for at in range(200) if value.pays(0.0, 0.0, 1.0)]
     assert asked == [16, 49, 114]  # after 16, 32 and 64 drafts without

@@ -127,9 +127,9 @@ def test_nobody_is_asked_while_a_cheap_source_is_sure():
     for _ in range(8):
         draft(hybrid, text)
         for _ in range(9):
-            hybrid._value[1].seconds.add(1.0)
+            hybrid._value[1].seconds.append(1.0)
         for _ in range(9):
-            hybrid._times.add(1.0)
+            hybrid._times.append(1.0)
         text = [*text, 5, 5, 5, 5]
     assert cheap.asked == 8 and dear.asked == 1
 
