@@ -30,6 +30,7 @@ from shape.verification.probe import support_of
 
 _LEVELS = 127  # of 8 bits, on either side of zero
 _LEAST_ROWS, _MULTIPLE = 17, 8  # what CUDA's 8-bit product asks of sizes
+_BLOCKS = 8  # about so many that residuals are mixed between, of equal numbers of layers
 _OWN_TEXTS, _OWN_LENGTH = 16, 128  # of the target's own text, where none is given to calibrate with
 
 
@@ -270,16 +271,15 @@ class BlockResiduals:
 
     Args:
         strength: 0 changes nothing.
-        blocks: about so many, of equal numbers of layers.
     """
 
-    def __init__(self, strength: float, blocks: int = 8) -> None:
-        self.strength, self.blocks = strength, blocks
+    def __init__(self, strength: float) -> None:
+        self.strength = strength
         self._parts: list[Tensor] = []
         self._stream: Tensor | None = None
 
     def attach(self, layers: nn.ModuleList) -> None:
-        for number in range(0, len(layers), ceil(len(layers) / self.blocks)):
+        for number in range(0, len(layers), ceil(len(layers) / _BLOCKS)):
             hook = self._begin if number == 0 else self._mix
             layers[number].register_forward_pre_hook(hook, with_kwargs=True)
 

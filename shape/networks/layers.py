@@ -143,11 +143,9 @@ class SelectorMarkov(StateMarkov, MarkovTable):
 class RecurrentMarkov(StateMarkov, MarkovTable):
     """DSpark's Markov head of the type "rnn": a state of its own, which starts as zeros, is carried along the path.
 
-    Args:
-        size: width of states.
-
     Attributes:
-        joint_proj: makes gate, candidate and what W_2 reads of what is carried, W_1[x] and the network's state.
+        joint_proj: makes gate, candidate and what W_2 reads of what is carried, W_1[x] and the network's state, of
+            width `size`.
     """
 
     def __init__(self, vocabulary: int, rank: int, drafted: int, size: int) -> None:
