@@ -197,15 +197,8 @@ def _compared(options: Mapping[str, Any]) -> Any:
 
 def _but_tables(folder: str, names: Sequence[str]) -> list[str]:
     """Of what lies in the work folder, what is no result."""
-    kept = (
-        "ablation.json",
-        "ablation.md",
-        "search.json",
-        *TARGETS,
-        "search",
-        *EqualTermsOptions().comparisons,
-        *PROMPTS,
-    )
+    files = ("ablation.json", "ablation.md", "search.json")
+    kept = (*files, *TARGETS, "search", *EqualTermsOptions().comparisons, *PROMPTS)
     return [name for name in names if name not in kept]
 
 

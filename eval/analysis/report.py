@@ -141,12 +141,7 @@ def _refinement(record: Record) -> str:
         return f'## {title}\n\nNot measured: no predictor with refinement "sinkhorn" was given (`--refined`).'
     table = markdown(
         [
-            "read-out",
-            "state changed by",
-            "other best draft",
-            "agrees with target",
-            "against its own",
-            "1 − TV",
+            "read-out", "state changed by", "other best draft", "agrees with target", "against its own", "1 − TV",
             "against its own",
         ],
         [
@@ -161,7 +156,7 @@ def _refinement(record: Record) -> str:
             ]
             for number, row in enumerate(rows)
         ],
-    )
+    )  # fmt: skip
     _own, many, column, none = rows
     meaning = (
         f"Taking the plan out (column last) changes the state by {_roughly(column['changed'])} on average and the "

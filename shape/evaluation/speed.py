@@ -374,14 +374,8 @@ class Bench:
             return 0 if other is None else sum(map(list.__eq__, answers, runs[other].sequences))
 
         counted = (
-            "forwards",
-            "draft_steps",
-            "drafted",
-            "accepted",
-            "draft_seconds",
-            "verify_seconds",
-            "commit_seconds",
-        )
+            "forwards", "draft_steps", "drafted", "accepted", "draft_seconds", "verify_seconds", "commit_seconds"
+        )  # fmt: skip
         return Tally(
             answers=len(answers),
             tokens=sum(map(len, answers)),

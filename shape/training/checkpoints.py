@@ -24,15 +24,9 @@ _SECONDS = 300.0  # between checkpoints, where steps are not given
 # May change between a run and its resumption, the last two to go on where it diverged; all else would make it another
 # run.
 _FREE_TO_CHANGE = {
-    "gradient_checkpointing",
-    "compile",
-    "steps",
-    "max_minutes",
-    "checkpoint_every",
-    "workers",
-    "learning_rate",
+    "gradient_checkpointing", "compile", "steps", "max_minutes", "checkpoint_every", "workers", "learning_rate",
     "gradient_clip_val",
-}
+}  # fmt: skip
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

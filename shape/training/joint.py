@@ -16,16 +16,9 @@ from shape.training.options import TrainOptions
 # What runs may differ in; of `training` these alone.
 _OWN = {"predictor", "tree", "losses", "output"}
 _OWN_OF_TRAINING = {
-    "learning_rate",
-    "warmup_steps",
-    "decay",
-    "weight_decay",
-    "noise",
-    "noise_absolute",
-    "ema",
-    "compile",
+    "learning_rate", "warmup_steps", "decay", "weight_decay", "noise", "noise_absolute", "ema", "compile",
     "gradient_checkpointing",
-}
+}  # fmt: skip
 
 
 class JointModule(TrainingModule):
