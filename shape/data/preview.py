@@ -10,7 +10,7 @@ from rich.text import Text
 from shape import bundled
 from shape.data.encoding import Encoded, encode_all
 from shape.data.options import PreviewOptions
-from shape.data.reading import load_conversations
+from shape.data.reading import conversations_of
 from shape.errors import DataError, require
 from shape.target.loading import read_config, read_tokenizer
 
@@ -19,12 +19,7 @@ def preview(options: PreviewOptions) -> None:
     """Print some conversations and a summary. Raises DataError for what cannot be read."""
     require(options, "n", least=0)
     require(options, "max_length", above=0)
-    conversations = load_conversations(
-        options.data,
-        limit=options.limit,
-        skip_bad_rows=options.skip_bad_rows,
-        chat_template_kwargs=options.chat_template_kwargs,
-    )
+    conversations = conversations_of(options)
     tokenizer = read_tokenizer(bundled.resolve(options.target), options.target, {})
     if tokenizer is None:
         read_config(options.target)  # which says so where there is no target at all

@@ -90,6 +90,17 @@ def load_conversations(
     return found
 
 
+def conversations_of(options: Any, **more: Any) -> list[Conversation]:
+    """The same, of a command's options: `data`, `limit`, `skip_bad_rows` and `chat_template_kwargs`."""
+    return load_conversations(
+        options.data,
+        limit=options.limit,
+        skip_bad_rows=options.skip_bad_rows,
+        chat_template_kwargs=options.chat_template_kwargs,
+        **more,
+    )
+
+
 def load_prompts(path: Source, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[Prompt]:
     """Read a prompts file: JSON lines (or a .json list, gzipped or not) with `turns`, `messages`, `prompt`, `question`
     or `problem`; or a dataset of such rows on the hub, as `load_conversations` names them. A `prompt` may be a list

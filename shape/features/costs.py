@@ -8,7 +8,7 @@ import math
 import shutil
 from dataclasses import dataclass
 
-from shape.data.reading import load_conversations
+from shape.data.reading import conversations_of
 from shape.data.statistics import DataStatistics, count_tokens
 from shape.errors import ConfigError, UnsupportedTarget
 from shape.features.manifest import state_bytes
@@ -129,12 +129,7 @@ def measured(options: CostOptions, positions: int | None = None) -> DataStatisti
         return DataStatistics(options.conversations, options.tokens, options.answers, options.turns)
     if options.target is None:
         raise ConfigError(f"data {options.data} is counted in a target's tokens; give --target, or leave out --data")
-    conversations = load_conversations(
-        options.data,
-        skip_bad_rows=options.skip_bad_rows,
-        limit=options.limit,
-        chat_template_kwargs=options.chat_template_kwargs,
-    )
+    conversations = conversations_of(options)
     tokenizer = tokenizer_of(options.target, options)
     if tokenizer is None and not all(conversation.texts for conversation in conversations):
         raise ConfigError(

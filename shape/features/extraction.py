@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from shape.data.conversations import Conversation, evenly, fingerprint
 from shape.data.encoding import Encoded, encode_row, split_by_template
 from shape.data.endpoint import Endpoint
-from shape.data.reading import load_conversations
+from shape.data.reading import conversations_of
 from shape.errors import ConfigError, DataError, DiskSpaceError, FeatureStoreError
 from shape.features.engine import EngineStates
 from shape.features.manifest import MANIFEST, Manifest, refuse_others, state_bytes
@@ -54,12 +54,7 @@ def extract_from(options: ExtractOptions) -> FeatureStore:
     elif options.device_map is not None:  # a target that was put on given devices is one process's
         options = replace(options, trainer=replace(options.trainer, devices=1, num_nodes=1))
     trainer = options.trainer.for_extraction()
-    conversations = load_conversations(
-        options.data,
-        skip_bad_rows=options.skip_bad_rows,
-        limit=options.limit,
-        chat_template_kwargs=options.chat_template_kwargs,
-    )
+    conversations = conversations_of(options)
     depth = read_config(options.target, **of_target(options)).get_text_config().num_hidden_layers
     options.check_for(options.target, None, depth)  # all but the length, which the target knows once it is loaded
     device = options.device_map or trainer.strategy.root_device
@@ -68,7 +63,7 @@ def extract_from(options: ExtractOptions) -> FeatureStore:
     storage = Storage(options.output)
     refuse_others(storage, target)
     rank_zero_only(announce)(target)
-    texts = list(chain.from_iterable(split_conversations(target, conversations, options.skip_bad_rows)))
+    texts = single_texts(target, conversations, options.skip_bad_rows)
     states = None if endpoint is None else EngineStates(endpoint, target)
     return extract(target, texts, storage, options, trainer, states)
 
@@ -88,7 +83,7 @@ def extract(
     same folder, this one waits and takes what that one made.
 
     Args:
-        conversations: each of one text, as `split_conversations` makes them.
+        conversations: each of one text, as `single_texts` makes them.
         address: a folder, or what fsspec reaches.
         states: what computes them instead of the target.
 
@@ -177,6 +172,13 @@ def split_conversations(
             )
     _require_own_tokens(target, conversations)
     return [split_by_template(conversation, target.tokenizer) for conversation in conversations]
+
+
+def single_texts(
+    target: Target, conversations: Sequence[Conversation], skip_bad_rows: bool = False
+) -> list[Conversation]:
+    """The same, of all conversations in one list."""
+    return list(chain.from_iterable(split_conversations(target, conversations, skip_bad_rows)))
 
 
 def _require_accepted(target: Target, conversations: Sequence[Conversation]) -> None:

@@ -11,7 +11,7 @@ import torch
 from shape.data.backends import Answer, Backend, Request, off_in_words, sampling, switched_off
 from shape.data.endpoint import Endpoint, EndpointBackend
 from shape.data.options import CompileOptions
-from shape.data.reading import load_conversations
+from shape.data.reading import conversations_of
 from shape.data.regeneration import Share, Summary, check_output, in_every_process, regenerate, require_prompts
 from shape.errors import ConfigError, DataError
 from shape.files import prepare_file, sole_writer
@@ -140,14 +140,7 @@ def regenerate_from(options: RegenerationOptions) -> Summary | None:
     if (options.target is None) == (options.endpoint is None):
         raise ConfigError("give either target, to answer here, or endpoint and model, to ask a server")
     Endpoint.asked_for(options.endpoint, options.model)
-    conversations = load_conversations(
-        options.data,
-        skip_bad_rows=options.skip_bad_rows,
-        limit=options.limit,
-        exclude_ids=options.exclude_ids,
-        require_answers=False,
-        chat_template_kwargs=options.chat_template_kwargs,
-    )
+    conversations = conversations_of(options, exclude_ids=options.exclude_ids, require_answers=False)
     require_prompts(conversations)
     # A target that was put on given devices is one process's.
     placed = options.device is not None or options.device_map is not None

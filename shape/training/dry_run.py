@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
-from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
@@ -28,7 +27,7 @@ from shape.data.reading import load_conversations
 from shape.data.regeneration import regenerate
 from shape.data.statistics import DataStatistics
 from shape.drafters import TrainedDrafter
-from shape.features.extraction import compute_features, extract, place, split_conversations
+from shape.features.extraction import compute_features, extract, place, single_texts
 from shape.features.storage import Storage
 from shape.files import human_bytes
 from shape.generation.answers import LocalBackend
@@ -148,7 +147,7 @@ def _measured(
         asked = [each for each in sample if each.asks]
         if asked and options.writes_answers:
             seconds, sample = _answers(trial, target, asked, Path(name))
-        texts = list(chain.from_iterable(split_conversations(target, sample, options.skip_bad_rows)))
+        texts = single_texts(target, sample, options.skip_bad_rows)
         length = cast(int, options.max_length)
         encoded = [encode_row(each, target.tokenizer, length, options.skip_bad_rows) for each in texts]
         if seconds is not None:

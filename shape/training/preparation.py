@@ -17,12 +17,12 @@ from transformers import PretrainedConfig
 from shape import bundled
 from shape.data.conversations import Conversation, Prompt, evenly
 from shape.data.encoding import encode_row, supervised_runs
-from shape.data.reading import load_conversations, load_prompts
+from shape.data.reading import conversations_of, load_conversations, load_prompts
 from shape.data.regeneration import answers_file, own_answers
 from shape.data.statistics import DataStatistics, count_tokens
 from shape.errors import ConfigError, DataError, FeatureStoreError
 from shape.evaluation.prompts import refuse_shared_ids
-from shape.features.extraction import place, split_conversations
+from shape.features.extraction import place, single_texts, split_conversations
 from shape.features.manifest import MANIFEST, refuse_others
 from shape.features.storage import Storage
 from shape.generation.answers import LocalBackend
@@ -47,7 +47,7 @@ class Material:
 
     Attributes:
         runs: the options of each, resolved.
-        conversations: each of one text, as `split_conversations` makes them.
+        conversations: each of one text, as `single_texts` makes them.
         excluded: numbers of those that are not learned from: validated on, measured on, or more than were asked for.
         for_validation: those, or others, that choose the weights.
         prompts: of the measurement at the end; they chose nothing.
@@ -131,7 +131,7 @@ def prepare(runs: Sequence[TrainOptions], home: Storage) -> Material:
         target,
         list(chain.from_iterable(texts)),
         {index for index, number in enumerate(owners) if number in excluded},
-        list(chain.from_iterable(split_conversations(target, for_validation, options.skip_bad_rows))),
+        single_texts(target, for_validation, options.skip_bad_rows),
         _fitting(prompts, target, options),
         home,
         trainer,
@@ -147,11 +147,7 @@ def _refuse_early(
 ) -> None:
     """Raises DataError for what the files alone can say, before the target answers."""
     if for_validation:
-        validation_prompts(
-            list(chain.from_iterable(split_conversations(target, for_validation, options.skip_bad_rows))),
-            target,
-            options,
-        )
+        validation_prompts(single_texts(target, for_validation, options.skip_bad_rows), target, options)
     else:
         held_out_numbers(options, conversations)
     _fitting(prompts, target, options)
@@ -202,14 +198,10 @@ def sized_before_loading(options: TrainOptions) -> tuple[TrainOptions, Size, Pre
 
 def load_data(options: TrainOptions) -> list[Conversation]:
     """The conversations to train on; those that ship come with the shipped target's own answers."""
-    bundled_data = "answers.jsonl.gz" if options.uses_bundled_answers else "train.jsonl.gz"
-    return load_conversations(
-        bundled.path("data", bundled_data) if options.data is None else options.data,
-        skip_bad_rows=options.skip_bad_rows,
-        limit=options.limit,
-        require_answers=not options.regenerate,
-        chat_template_kwargs=options.chat_template_kwargs,
-    )
+    if options.data is None:
+        name = "answers.jsonl.gz" if options.uses_bundled_answers else "train.jsonl.gz"
+        options = replace(options, data=str(bundled.path("data", name)))
+    return conversations_of(options, require_answers=not options.regenerate)
 
 
 def _regenerated(
