@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
 
 from jsonargparse import ArgumentParser
 
@@ -32,7 +31,6 @@ from eval.ablation.search import search, tuning_prompts
 from eval.ablation.texts import FOLDER
 from eval.ablation.training import train_all, train_together
 from shape.data.conversations import evenly
-from shape.drafters import TreeShape
 from shape.errors import ConfigError, exit_on_error
 from shape.features.trainer import quiet
 
@@ -85,12 +83,7 @@ def parse(arguments: Sequence[str]) -> AblationOptions:
     with one_sentence(name):
         values = reader.instantiate(reader.parse_args([first, *rest])).as_dict()
         values.pop("config")
-        options = AblationOptions(**values)
-    return replace(options, trees={tree: _shape(shape) for tree, shape in options.trees.items()})
-
-
-def _shape(given: TreeShape | dict[str, Any]) -> TreeShape:
-    return given if isinstance(given, TreeShape) else TreeShape(**given)
+        return AblationOptions(**values)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -16,7 +16,6 @@ Everything is read on the target's own answers, at positions drawn by seed. A st
 the token it predicts does. Distributions are those of temperature 1.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
@@ -24,9 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.markdown import Markdown
-from torch import Tensor
 from tqdm import tqdm
 
 from eval import commands
@@ -41,7 +37,7 @@ from shape.data.conversations import evenly
 from shape.data.encoding import Encoded, encode_all
 from shape.data.reading import load_conversations
 from shape.drafters import TrainedDrafter
-from shape.errors import ConfigError, DataError
+from shape.errors import ConfigError, DataError, require
 from shape.evaluation.environment import Environment
 from shape.evaluation.prompts import chosen_prompts
 from shape.generation.decoder import ShapeDecoder
@@ -157,21 +153,20 @@ def run(options: AnalyzeOptions) -> dict[str, Any]:
         "acceptance": {"kept": kept, "rows": [asdict(row) for row in accepted]},
         "losses": {"scales": SCALES, "apart": apart, "rows": [asdict(row) for row in family]},
     }
-    _write(options, target, record, environment, cosines, pairs)
+    folder, title = Path(options.output), options.label or f"Does transport pay? {Path(target.name).name}"
+    page = [f"# {title}", "![plots](analysis.png)", report(record)]
+    commands.write_results(folder, "analysis", record, *page, environment=environment)
+    draw(record, cosines, pairs, folder / "analysis.png")
     return record
 
 
 def _check(options: AnalyzeOptions) -> None:
     """Raises ConfigError for values that cannot be meant."""
-    for name in ("limit", "max_length", "max_new_tokens", "positions", "support", "loss_support", "draws"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"{name} is {getattr(options, name)}; give a positive number")
+    require(options, "limit max_length max_new_tokens positions support loss_support epsilon draws", above=0)
     if options.support < max(DRAFTS):
         raise ConfigError(f"support is {options.support}; give at least {max(DRAFTS)}, as many as there are drafts")
     if not options.lags or min(options.lags) < 1:
         raise ConfigError(f"lags are {options.lags}; give one or more, each at least 1")
-    if not options.epsilon > 0:
-        raise ConfigError(f"epsilon is {options.epsilon}; give a number greater than 0")
     if options.data and options.prompts:
         raise ConfigError("both data and prompts are given; give conversations or prompts to be answered")
 
@@ -214,24 +209,7 @@ def _texts(options: AnalyzeOptions, decoder: ShapeDecoder) -> Iterator[Encoded]:
     yield from encode_all(conversations, target.tokenizer, room).examples
 
 
-def _write(
-    options: AnalyzeOptions,
-    target: Target,
-    record: dict[str, Any],
-    environment: Environment,
-    cosines: dict[str, Tensor],
-    pairs: dict[str, Tensor],
-) -> None:
-    folder = Path(options.output)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "analysis.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    title = options.label or f"Does transport pay? {Path(target.name).name}"
-    text = [f"# {title}", "![plots](analysis.png)", report(record), environment.line()]
-    (folder / "analysis.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
-    draw(record, cosines, pairs, folder / "analysis.png")
-
-
-main = commands.program(lambda options: Console().print(Markdown(report(run(options)))), AnalyzeOptions)
+main = commands.program(lambda options: print(report(run(options))), AnalyzeOptions)
 
 
 if __name__ == "__main__":

@@ -19,12 +19,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]  # whose commands are run, from
 
 @dataclass(frozen=True)
 class Spent(Sums):
-    """On one prompt, over all rounds; `equal` are answers that are those of the plain loop."""
+    """On one prompt, over all rounds; `equal` are answers that are those of the plain loop, or their share."""
 
     seconds: float = 0.0
     tokens: int = 0
     forwards: int = 0
-    equal: int = 0
+    equal: float = 0
 
 
 def child_variables(**more: str) -> dict[str, str]:

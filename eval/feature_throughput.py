@@ -25,20 +25,17 @@ from shape import bundled
 from shape.data.reading import load_conversations
 from shape.evaluation.markdown import markdown
 from shape.features.extraction import extract
+from shape.features.storage import Storage
 from shape.features.store import FeatureStore
 from shape.features.trainer import quiet
 from shape.files import human_bytes
-from shape.networks.config import ShapeConfig
-from shape.networks.registry import PREDICTORS
-from shape.networks.sizing import draft_vocabulary
 from shape.target.model import Target
 from shape.training.batches import Partition
 from shape.training.datamodule import ShapeDataModule
-from shape.training.defaults import network_config
-from shape.training.module import ShapeModule
 from shape.training.options import TrainOptions
 from shape.training.parsing import parse
-from shape.training.run import keep_freed_memory
+from shape.training.preparation import Material
+from shape.training.run import keep_freed_memory, make_module
 
 STORES: dict[str, dict[str, Any]] = {
     "bfloat16": {"feature_dtype": "bfloat16"},
@@ -63,38 +60,23 @@ class Stopwatch(pl.Callback):
         self.seconds.append(perf_counter() - self._started)
 
 
-def data_of(store: FeatureStore, target: Target, config: ShapeConfig, options: TrainOptions) -> ShapeDataModule:
-    assert options.training.steps is not None
-    return ShapeDataModule(
-        store,
-        target,
-        steps=options.training.steps,
-        batch_size=options.training.batch_size,
-        window=config.window,
-        ahead=config.num_steps,
-        seed=options.seed,
-    )
-
-
-def consumed(store: FeatureStore, target: Target, config: ShapeConfig, options: TrainOptions) -> float:
+def consumed(store: FeatureStore, material: Material, options: TrainOptions) -> float:
     """Positions per second that training takes, reading left out: the median step's."""
-    predictor, data = PREDICTORS[config.kind](config), data_of(store, target, config, options)
-    if config.draft_vocab_size is not None:
-        predictor.draft_vocabulary = draft_vocabulary(data.texts(), config.draft_vocab_size, target.vocab_size)
-    module = ShapeModule(predictor, target, options.losses, options.training, seed=options.seed)
+    module, data = make_module(options, material, store)
     watch, parts = Stopwatch(), options.trainer.accumulate_grad_batches
-    assert options.training.steps is not None
-    trainer = options.trainer.for_training(
-        options.training.steps, logger=False, enable_checkpointing=False, callbacks=[watch]
-    )
+    trainer = options.trainer.for_training(data.steps, logger=False, enable_checkpointing=False, callbacks=[watch])
     trainer.fit(module, data)
     steps = torch.tensor(watch.seconds).view(-1, parts).sum(1)[_WARM_UP:]
     return options.training.batch_size / float(steps.median())
 
 
-def read(store: FeatureStore, target: Target, config: ShapeConfig, options: TrainOptions) -> float:
+def read(store: FeatureStore, target: Target, options: TrainOptions) -> float:
     """Positions per second of reading the batches of as many steps, and nothing else."""
-    batches = data_of(store, target, config, options).batches(Partition())
+    assert options.training.steps is not None
+    sizes = {"steps": options.training.steps, "batch_size": options.training.batch_size, "seed": options.seed}
+    # By itself: the texts that `make_module` counts for its vocabulary would not come from the disk any more.
+    data = ShapeDataModule(store, target, window=options.predictor.window, ahead=options.predictor.num_steps, **sizes)
+    batches = data.batches(Partition())
     started = perf_counter()
     for index in tqdm(range(len(batches)), "read", leave=False, disable=not options.trainer.enable_progress_bar):
         batches[index]
@@ -112,15 +94,14 @@ def forget(folder: Path) -> None:
 
 def measure(work: Path, options: TrainOptions, limit: int | None) -> dict[str, Any]:
     """Figures of every store, and what training consumes."""
-    target = Target.load(options.target)
-    config = network_config(options, target)
-    assert config is not None
+    target, trainer = Target.load(options.target), options.trainer.for_extraction()
     conversations = load_conversations(bundled.path("data", "answers.jsonl.gz"), limit=limit)
     wanted = options.feature_options()
     for name, how in STORES.items():
         chosen = replace(wanted, **how)
-        extract(target, conversations, work / name, chosen, options.trainer.for_extraction()).verify(target)
-    rate = consumed(FeatureStore(work / "bfloat16"), target, config, options)
+        extract(target, conversations, work / name, chosen, trainer).verify(target)
+    material = Material([options], target, conversations, set(), [], [], Storage(work), trainer)
+    rate = consumed(FeatureStore(work / "bfloat16"), material, options)
     lines = []
     for name in STORES:
         folder = work / name
@@ -135,8 +116,8 @@ def measure(work: Path, options: TrainOptions, limit: int | None) -> dict[str, A
                     "reached": "folder" if store.storage.folder else "address",
                     "bytes": size,
                     "bytes_per_position": size / store.tokens,
-                    "from_disk": read(store, target, config, options),
-                    "again": read(store, target, config, options),
+                    "from_disk": read(store, target, options),
+                    "again": read(store, target, options),
                 }
             )
     return {"consumed": rate, "lines": lines}

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.markdown import Markdown
 from tqdm import tqdm
 
 from eval import commands
@@ -161,12 +159,11 @@ def run(options: LatencyOptions) -> list[Latency]:
     title = options.label or "Latency of autoregressive decoding"
     parts = [f"### {title}", markdown(*table(found)), note(record["options"])]
     commands.write_results(folder, "latency", record, *parts, environment=environment)
-    assert journal.path is not None
-    journal.path.unlink()
+    (folder / JOURNAL).unlink()
     return found
 
 
-main = commands.program(lambda options: Console().print(Markdown(markdown(*table(run(options))))), LatencyOptions)
+main = commands.program(lambda options: print(markdown(*table(run(options)))), LatencyOptions)
 
 
 if __name__ == "__main__":

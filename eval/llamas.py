@@ -30,20 +30,10 @@ SIZES = {
 }
 
 
-def random_llama(
-    widths: Widths,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    prepacked: bool = False,
-    repeating: bool = False,
-) -> Target:
-    """Made where it will run, the same at every call.
-
-    Args:
-        repeating: see ``random_target``.
-    """
+def random_llama(widths: Widths, dtype: torch.dtype, device: torch.device | str = "cpu", **options: bool) -> Target:
+    """See ``random_target``, which has these options."""
     config = LlamaConfig(**asdict(widths), eos_token_id=None, pad_token_id=0)
-    return random_target(config, dtype, device, prepacked, repeating)
+    return random_target(config, dtype, device, **options)
 
 
 def random_target(
@@ -53,7 +43,7 @@ def random_target(
     prepacked: bool = False,
     repeating: bool = False,
 ) -> Target:
-    """As ``random_llama``, of any family.
+    """Of any family, made where it will run, the same at every call.
 
     Args:
         repeating: its likeliest next token is its last one, by a margin that no kernel's rounding reaches. Of other

@@ -17,10 +17,11 @@ import torch
 from tqdm import tqdm
 
 from eval import commands
+from eval.commands import Spent
 from eval.peers.table import rate_text
 from shape import ShapeDecoder
 from shape.evaluation.environment import Environment
-from shape.evaluation.estimates import Sums, over_prompts, ratio
+from shape.evaluation.estimates import over_prompts, ratio, relative_rate
 from shape.evaluation.markdown import markdown
 from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.runner import rotated
@@ -61,17 +62,6 @@ class OpenVinoOptions:
     output: Path = RESULTS
 
 
-@dataclass(frozen=True)
-class Answer(Sums):
-    """What one answer took; ``equal`` says whether it is that of plain decoding."""
-
-    tokens: float = 0.0
-    seconds: float = 0.0
-    forwards: float = 0.0
-    answers: float = 0.0
-    equal: float = 0.0
-
-
 def decoders(target: str, predictor: str) -> dict[Case, ShapeDecoder]:
     """Plain and drafted in every precision; both of one loaded target."""
     found: dict[Case, ShapeDecoder] = {}
@@ -85,12 +75,12 @@ def decoders(target: str, predictor: str) -> dict[Case, ShapeDecoder]:
 
 def measure(
     cases: dict[Case, ShapeDecoder], prompts: list[torch.Tensor], max_new_tokens: int, repeats: int
-) -> dict[Case, list[Answer]]:
-    """Of every case an entry per prompt; the fastest of some repeats counts."""
+) -> dict[Case, list[Spent]]:
+    """Of every case an entry per prompt: the fastest of some repeats, and the share of them that answer as plain."""
     for decoder in tqdm(cases.values(), "warm-up"):
         decoder.warm_up()
         decoder.generate(prompts[0], max_new_tokens=max_new_tokens)
-    found: dict[Case, list[Answer]] = defaultdict(list)
+    found: dict[Case, list[Spent]] = defaultdict(list)
     for turn, ids in enumerate(tqdm(prompts, "prompts")):
         runs: dict[Case, list[ShapeOutput]] = defaultdict(list)
         for repeat in range(repeats):
@@ -102,11 +92,11 @@ def measure(
             best = min(outputs, key=lambda output: output.stats.decode_seconds)
             equal = sum(torch.equal(output.sequences, plain) for output in outputs) / len(outputs)
             stats = best.stats
-            found[case].append(Answer(stats.emitted, stats.decode_seconds, len(stats.steps), 1, equal))
+            found[case].append(Spent(stats.decode_seconds, stats.emitted, len(stats.steps), equal))
     return found
 
 
-def table(found: dict[Case, list[Answer]]) -> str:
+def table(found: dict[Case, list[Spent]]) -> str:
     """Markdown, a line for every case."""
     head = [
         "backend", "computed in", "weights", "", "tokens/s (95 %)", "tokens per forward", "of torch drafted", "equal"
@@ -116,11 +106,9 @@ def table(found: dict[Case, list[Answer]]) -> str:
         backend, dtype, weights, method = case
         rate = over_prompts(lambda total: ratio(total.tokens, total.seconds), answers)
         base = found.get(("torch", dtype, None, "drafted"), answers)
-        gain = over_prompts(
-            lambda mine, theirs: ratio(mine.tokens * theirs.seconds, mine.seconds * theirs.tokens), answers, base
-        )
-        whole = Answer.total(answers)
-        length, equal = ratio(whole.tokens, whole.forwards), f"{100 * whole.equal / whole.answers:.0f} %"
+        gain = over_prompts(relative_rate, answers, base)
+        whole = Spent.total(answers)
+        length, equal = ratio(whole.tokens, whole.forwards), f"{100 * whole.equal / len(answers):.0f} %"
         lines.append(
             [backend, dtype, weights or "as computed", method, rate_text(rate), f"{length:.2f}", gain.text("x"), equal]
         )

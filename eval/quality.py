@@ -24,8 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.markdown import Markdown
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -37,12 +35,12 @@ from eval.text_quality.sandbox import Limits
 from eval.text_quality.similarity import Encoder, Likeness
 from shape.data.backends import sampling
 from shape.data.conversations import Prompt
-from shape.errors import ConfigError, DataError
+from shape.errors import ConfigError, DataError, require
 from shape.evaluation.environment import Environment
 from shape.evaluation.journal import JOURNAL, Journal
 from shape.evaluation.methods import describe, prompts_hash, target_settings
 from shape.evaluation.options import several
-from shape.evaluation.prompts import chosen_prompts
+from shape.evaluation.prompts import chosen_prompts, refuse_shared_ids
 from shape.evaluation.results import AUTOREGRESSIVE
 from shape.evaluation.runner import Run, Runner, by_decoder, by_transformers, rotated
 from shape.features.store import Stored
@@ -254,8 +252,7 @@ def run(options: QualityOptions) -> QualityResults:
     """Measures, and writes quality.json, quality.md and answers.jsonl."""
     _check(options)
     prompts, source = chosen_prompts(options.prompts or None, options.limit, options.chat_template_kwargs)
-    if len({prompt.id for prompt in prompts}) < len(prompts):
-        raise DataError("two prompts share an id; give every prompt its own")
+    refuse_shared_ids(prompts, source)
     coded = any(prompt.checks for prompt in prompts)
     if coded and not options.run_code:
         raise ConfigError(
@@ -339,10 +336,8 @@ def written(
 
 def _check(options: QualityOptions) -> None:
     """Raises ConfigError for the first value that makes no sense."""
-    for name, least in (("limit", 1), ("max_new_tokens", 1), ("beams", 2)):
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise ConfigError(f"{name} is {value}; give at least {least}")
+    require(options, "limit max_new_tokens", least=1)
+    require(options, "beams", least=2)
     if unknown := [mode for mode in options.methods if mode not in MODES]:
         raise ConfigError(f"method {unknown[0]!r} is unknown; use some of {', '.join(MODES)}")
     if AUTOREGRESSIVE not in options.methods:
@@ -354,11 +349,7 @@ def _check(options: QualityOptions) -> None:
         raise ConfigError(f"{BEAM} search is greedy; add temperature 0, or leave the mode out")
 
 
-def _show(options: QualityOptions) -> None:
-    Console().print(Markdown(run(options).to_markdown()))
-
-
-main = commands.program(_show, QualityOptions)
+main = commands.program(lambda options: print(run(options).to_markdown()), QualityOptions)
 
 
 if __name__ == "__main__":

@@ -254,27 +254,18 @@ def run(options: ServingOptions) -> None:
     for job in jobs:
         print(f"{job.kind}, {job.drafter}", flush=True)
         found.setdefault(job.kind, {})[job.drafter] = run_job(job, options.engines)
-        page = render(found, options.compiled)
-        commands.write_results(options.output, "vllm", _figures(found), page, environment=environment)
-    print(render(found, options.compiled))
+        parts = render(found, options.compiled)
+        page = commands.write_results(options.output, "vllm", _figures(found), *parts, environment=environment)
+    print(page)
 
 
 def compiled_pack(folder: Path) -> str:
     """A pack of the target's answers to prompts that it is not measured on."""
     pack = folder / "recipes.pack"
     if not pack.is_file():
-        command = [
-            sys.executable,
-            "-m",
-            "shape.recipes",
-            "compile",
-            "--target",
-            "quickstart-target",
-            "--output",
-            str(pack),
-        ]
+        command = [sys.executable, "-m", "shape.recipes", "compile", "--target=quickstart-target", f"--output={pack}"]
         prompts = bundled.path("data", "validation.jsonl.gz")
-        subprocess.run([*command, "--prompts", str(prompts), "--limit", str(_PACK_PROMPTS)], check=True)
+        subprocess.run([*command, f"--prompts={prompts}", f"--limit={_PACK_PROMPTS}"], check=True)
     return str(pack)
 
 
@@ -289,8 +280,8 @@ def _figures(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     }
 
 
-def render(found: dict[str, dict[str, Any]], compiled: bool) -> str:
-    """The tables."""
+def render(found: dict[str, dict[str, Any]], compiled: bool) -> list[str]:
+    """The page's paragraphs and tables."""
     import torch
     import vllm
 
@@ -312,24 +303,17 @@ def render(found: dict[str, dict[str, Any]], compiled: bool) -> str:
     command = f"python -m eval.serve_vllm{' --compiled true' if compiled else ''}"
     header = ["drafter", "one by one, tokens/s", f"{_AT_ONCE} at once, tokens/s", "tokens per draft step"]
     header.append("accepted by position")
-    return "\n".join(
-        [
-            "# Our drafters in vLLM",
-            "",
-            f"`{command}`: vLLM {vllm.__version__} on {os.cpu_count()} CPU cores, torch {torch.__version__}, "
-            f"{'compiled' if compiled else 'eager'}, float32, greedy, the shipped target and predictor, chains of "
-            f"{_POSITIONS}, first turns of the bench split, {_TOKENS} new tokens at most; prompts are in the time.",
-            "",
-            markdown(header, gains),
-            "",
-            "Answers equal to those of vLLM without drafts, on one process and with room for all:",
-            "",
-            markdown(["", *checked], checks),
-            "",
-            f"The prompt of several chunks has {batches[_PLAIN]['length']} tokens, a chunk 256 at most. Preemptions of "
-            f"the small KV cache: {', '.join(preempted)}.",
-        ]
-    )
+    return [
+        "# Our drafters in vLLM",
+        f"`{command}`: vLLM {vllm.__version__} on {os.cpu_count()} CPU cores, torch {torch.__version__}, "
+        f"{'compiled' if compiled else 'eager'}, float32, greedy, the shipped target and predictor, chains of "
+        f"{_POSITIONS}, first turns of the bench split, {_TOKENS} new tokens at most; prompts are in the time.",
+        markdown(header, gains),
+        "Answers equal to those of vLLM without drafts, on one process and with room for all:",
+        markdown(["", *checked], checks),
+        f"The prompt of several chunks has {batches[_PLAIN]['length']} tokens, a chunk 256 at most. Preemptions of "
+        f"the small KV cache: {', '.join(preempted)}.",
+    ]
 
 
 _LABELS = {"server": "streamed by a client, ", "tensor-parallel": "two processes, ", "preemption": "small KV cache, "}

@@ -18,9 +18,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
-from rich.markdown import Markdown
-
 from shape.evaluation.markdown import DASH, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -163,7 +160,7 @@ def table() -> str:
 
 
 def main() -> None:
-    Console().print(Markdown(table()))
+    print(table())
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ Kernels' own work space and fragmentation are not counted, nor are the target's 
 
 import json
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,23 +115,18 @@ class Live(TorchDispatchMode):
         return 10**9 if func is aten._local_scalar_dense.default else None
 
 
-@contextmanager
-def bounded(bounds: bool, scale: int) -> Iterator[None]:
-    """The bounds of training, smaller by the square of a scale, or none."""
-    before = chunks.CHUNK_BYTES, layers.SCORES_BYTES
-    chunks.CHUNK_BYTES, layers.SCORES_BYTES = (size // scale**2 if bounds else 2**60 for size in before)
-    try:
-        yield
-    finally:
-        chunks.CHUNK_BYTES, layers.SCORES_BYTES = before
-
-
 def peak(
     network: dict[str, Any], sizes: Sizes, *, bounds: bool, checkpointing: bool, fake: bool, scale: int = 1
 ) -> int:
-    """Bytes of a step beside weights, their gradients and what it is given."""
+    """Bytes of a step beside weights, their gradients and what it is given.
+
+    Args:
+        bounds: those of training, smaller by the square of the scale; else none.
+    """
     steps = network["num_steps"]
-    with bounded(bounds, scale), FakeTensorMode() if fake else nullcontext():
+    chunk, scores = (size // scale**2 if bounds else 2**60 for size in (chunks.CHUNK_BYTES, layers.SCORES_BYTES))
+    bounded = patch.object(chunks, "CHUNK_BYTES", chunk), patch.object(layers, "SCORES_BYTES", scores)
+    with bounded[0], bounded[1], FakeTensorMode() if fake else nullcontext():
         module, batch = made(network, sizes, checkpointing)
         with Live(steps, fake) as live:
             with torch.autocast("cpu", torch.bfloat16):

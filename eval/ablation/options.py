@@ -10,7 +10,7 @@ from typing import Any
 
 from shape import bundled
 from shape.drafters import TreeShape
-from shape.errors import ConfigError, ShapeError
+from shape.errors import ConfigError, ShapeError, require
 from shape.generation.rules import RULES
 
 
@@ -55,11 +55,10 @@ class MeasureOptions:
 
     def check(self) -> None:
         """Raises ConfigError for the first value out of range."""
-        for name in ("limit", "max_new_tokens", "repeats", "examined"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"measure.{name} is {getattr(self, name)}; give a positive number")
-        if not self.temperatures or min(self.temperatures) < 0 or min(self.warmup, self.fit) < 0:
-            raise ConfigError("measure needs at least one temperature, none below 0, warmup and fit >= 0; correct them")
+        require(self, "limit max_new_tokens repeats examined", above=0, group="measure.")
+        require(self, "temperatures warmup fit", least=0, group="measure.")
+        if not self.temperatures:
+            raise ConfigError("measure.temperatures holds no value; give at least one")
         if len(set(self.temperatures)) < len(self.temperatures):
             raise ConfigError(f"measure.temperatures {self.temperatures} holds one twice; give each once")
         if not {"autoregressive", "transformers"} & set(self.methods):

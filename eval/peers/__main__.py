@@ -18,10 +18,10 @@ from tqdm import tqdm
 from eval import commands
 from eval.peers.environments import Program, model_of, python_of
 from eval.peers.sizes import SIZES, end_tokens, prompts, saved
-from eval.peers.systems import PEERS, PREDICTOR, System, available
+from eval.peers.systems import PEERS, PREDICTOR, System
 from eval.peers.table import lines_of, report
 from shape.data.conversations import evenly
-from shape.errors import ConfigError
+from shape.errors import ConfigError, require
 from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import few_units_note
 from shape.evaluation.journal import JOURNAL, Journal
@@ -65,14 +65,13 @@ def check(options: PeersOptions) -> None:
     for name, given, known in (("sizes", options.sizes, SIZES), ("peers", options.peers, PEERS)):
         if not given or not set(given) <= set(known):
             raise ConfigError(f"{name} are {given}; give some of {', '.join(known)}")
-    limit = 1 if options.limit is None else options.limit
-    if min(options.rounds, limit) < 1 or (options.new_tokens is not None and options.new_tokens < 2):
-        raise ConfigError("rounds and limit need to be at least 1, new_tokens at least 2")
+    require(options, "rounds limit", least=1)
+    require(options, "new_tokens", least=2)
 
 
 def systems(size: str, peers: Sequence[str]) -> list[System]:
     """Those that run at a size. In float32 only the shipped target: nobody decodes larger ones so."""
-    found = [System(peer, precision) for peer in peers for precision in available(peer)]
+    found = [System(peer, precision) for peer in peers for precision in PEERS[peer].precisions]
     return [one for one in found if one.precision != "float32" or SIZES[size].shipped]
 
 

@@ -1,7 +1,6 @@
 """The peers' environments, converted models and running programs, all below one working folder."""
 
 import json
-import os
 import platform
 import shutil
 import subprocess
@@ -12,25 +11,20 @@ from typing import Any
 
 import psutil
 
+from eval.commands import REPOSITORY, child_variables
 from eval.peers.sizes import saved
 from eval.peers.systems import PEERS, System
 from shape.errors import ConfigError
 
-_ROOT = Path(__file__).resolve().parents[2]
 _ADVICE = "repair what its log names, or leave the peer out of --peers"
-
-
-def _environment(threads: int | None = None) -> dict[str, str]:
-    found = {**os.environ, "PYTHONPATH": str(_ROOT)}
-    return found if threads is None else found | {"OMP_NUM_THREADS": str(threads)}
 
 
 def _run(command: list[Any], log: Path, what: str, flags: str = "") -> None:
     """Raises ConfigError if the command fails; what it says is in the log."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    variables = _environment() | ({"CFLAGS": flags, "CXXFLAGS": flags} if flags else {})
+    variables = child_variables(**({"CFLAGS": flags, "CXXFLAGS": flags} if flags else {}))
     with log.open("w", encoding="utf-8") as output:
-        done = subprocess.run(command, cwd=_ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT)
+        done = subprocess.run(command, cwd=REPOSITORY, env=variables, stdout=output, stderr=subprocess.STDOUT)
     if done.returncode:
         raise ConfigError(f"{what} failed with status {done.returncode}; see {log}: {_ADVICE}")
 
@@ -90,7 +84,7 @@ class Program:
         command += [] if peer.backend is None else [peer.backend]
         with self._log.open("w", encoding="utf-8") as log:
             self._process = subprocess.Popen(
-                command, cwd=_ROOT, env=_environment(threads), encoding="utf-8", bufsize=1,
+                command, cwd=REPOSITORY, env=child_variables(OMP_NUM_THREADS=str(threads)), encoding="utf-8", bufsize=1,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
             )  # fmt: skip
         self.versions: dict[str, str] = self._read()["versions"]

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from inspect import signature
 
 PLAIN, PREDICTOR = "plain", "predictor"
 ORACLE, CHARGED = "oracle", "charged"  # followed by an acceptance length
@@ -71,18 +70,6 @@ PEERS = {
     OURS: Peer("ours", OURS, PRECISIONS),
     "ours-openvino": Peer("ours on OpenVINO", OURS, PRECISIONS, backend="openvino"),
 }
-
-
-def available(name: str) -> list[str]:
-    """Precisions that can run: of ours those that this version has an option for."""
-    from shape.target.model import Target
-
-    peer, options = PEERS[name], signature(Target.load).parameters
-    if not peer.is_ours:
-        return list(peer.precisions)
-    if peer.backend is not None and "backend" not in options:
-        return []
-    return [one for one in peer.precisions if "quantize" in options or one not in ("int8", "int4")]
 
 
 @dataclass(frozen=True)

@@ -172,14 +172,9 @@ class Losses:
                 raise ConfigError(f"the weight of the loss {name} is {weight}: it has to be 0 or more")
         if not any(weights.values()):
             raise ConfigError(f"all losses have weight 0: give one of {', '.join(weights)} a positive weight")
-        if not 0 < self.step_decay <= 1:
-            raise ConfigError(f"step_decay is {self.step_decay}: it has to be greater than 0 and at most 1")
-        for name in ("sinkhorn_scale", "sinkhorn_epsilon"):
-            if not (math.isfinite(value := getattr(self, name)) and value > 0):
-                raise ConfigError(f"{name} is {value}: it has to be greater than 0")
-        for name in ("sinkhorn_support", "sinkhorn_iterations"):
-            if (count := getattr(self, name)) < 1:
-                raise ConfigError(f"{name} is {count}: it has to be 1 or more")
+        require(self, "step_decay", above=0, most=1, group="losses.")
+        require(self, "sinkhorn_scale sinkhorn_epsilon", above=0, group="losses.")
+        require(self, "sinkhorn_support sinkhorn_iterations", least=1, group="losses.")
 
     @property
     def on_states(self) -> dict[str, float]:

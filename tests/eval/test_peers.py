@@ -94,7 +94,7 @@ def test_intervals_are_over_prompts_whose_rounds_stay_together():
 
 def test_the_command_runs_with_our_own_rows(tmp_path, monkeypatch):
     monkeypatch.setitem(sizes.SIZES, "tiny", TINY)
-    monkeypatch.setattr(program, "available", lambda peer: ["bfloat16"])
+    monkeypatch.setitem(PEERS, "ours", replace(PEERS["ours"], precisions=("bfloat16",)))
     asked = {"output": tmp_path / "out", "work": tmp_path / "work", "sizes": ["tiny"], "peers": ["ours"], "limit": 1}
     run(PeersOptions(rounds=1, **asked))
     page = (tmp_path / "out" / "peers.md").read_text()
