@@ -15,8 +15,6 @@ from shape.evaluation.markdown import DASH, markdown, show
 
 Record = Mapping[str, Any]
 
-_HALF = 0.5
-
 
 def report(record: Record) -> str:
     """All sections as Markdown."""
@@ -223,24 +221,13 @@ def _transition(record: Record) -> str:
 
 def _acceptance(record: Record) -> str:
     rows = record["acceptance"]["rows"]
+    kinds = ["independent", "k_sequential", "without_replacement", "match", "rejection", "one_drawn", "likeliest"]
     table = markdown(
         [
             "drafts", "optimum, independent draws", "k-sequential", "optimum, without replacement", "match",
             "rejection", "optimum, one drawn: transport", "optimum, likeliest (not drawn)",
         ],
-        [
-            [
-                str(row["drafts"]),
-                show(row["independent"], ".3f"),
-                show(row["k_sequential"], ".3f"),
-                show(row["without_replacement"], ".3f"),
-                show(row["match"], ".3f"),
-                show(row["rejection"], ".3f"),
-                show(row["one_drawn"], ".3f"),
-                show(row["likeliest"], ".3f"),
-            ]
-            for row in rows
-        ],
+        [[str(row["drafts"]), *(show(row[kind], ".3f") for kind in kinds)] for row in rows],
     )  # fmt: skip
     parts = []
     for row in rows:
@@ -321,7 +308,7 @@ def draw(record: Record, cosines: Mapping[str, Tensor], pairs: Mapping[str, Tens
     for name, values in cosines.items():
         style = "--" if name == "unrelated" else "-"
         panels[0].plot(values.sort().values.numpy(), np.linspace(0, 1, len(values)), style, label=name)
-    panels[0].axvline(_HALF, color="grey", linewidth=0.8)
+    panels[0].axvline(0.5, color="grey", linewidth=0.8)
     _label(panels[0], "1. cosine of states", "cosine", "share of positions below")
 
     panels[1].scatter(pairs["root"], pairs["squared distance"], s=6, alpha=0.4)

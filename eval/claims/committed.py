@@ -47,9 +47,9 @@ class Committed:
         value: float = self.line(folder, method, category)["speed_up"]["value"]
         return value
 
-    def length(self, folder: str, method: str, category: str | None = None) -> float:
+    def length(self, folder: str, method: str) -> float:
         """Acceptance length."""
-        value: float = self.line(folder, method, category)["acceptance_length"]["value"]
+        value: float = self.line(folder, method)["acceptance_length"]["value"]
         return value
 
     def total(self, folder: str, method: str) -> Counter[str]:
@@ -65,10 +65,13 @@ class Committed:
         counts = [record["details"][method]["sources"].get(source, (0, 0)) for record in records]
         return sum(accepted for _, accepted in counts) / sum(proposed for proposed, _ in counts)
 
-    def variant(self, name: str, label: str, temperature: str = "0.0") -> tuple[float, float]:
+    def variants(self, name: str) -> dict[str, dict[str, Any]]:
+        """What was measured of an ablation's variants, greedily."""
+        return {line["label"]: line["at"]["0.0"] for line in self.json(f"ablations/{name}/ablation.json")["lines"]}
+
+    def variant(self, name: str, label: str) -> tuple[float, float]:
         """Speed-up and acceptance length of an ablation's variant."""
-        lines = {line["label"]: line["at"] for line in self.json(f"ablations/{name}/ablation.json")["lines"]}
-        summary = lines[label][temperature]["summary"]
+        summary = self.variants(name)[label]["summary"]
         return summary["speed_up"]["value"], summary["acceptance_length"]["value"]
 
     def table(self, name: str) -> dict[str, dict[str, str]]:

@@ -1,14 +1,20 @@
 """The claims of the paper "Transporting Tokens", in its order, with ours beside them."""
 
+from typing import Any
+
 from eval.claims.committed import BASELINES, OTHER, SHIPPED, SMALL, Claim, Committed, Ours, numbers, shares, times
 
 PREDICTORS = ("paper", "paper"), ("shape", "default")  # by their names in both
 
 
+def analyses(read: Committed, part: str) -> list[list[dict[str, Any]]]:
+    """Lines of the shipped target and of chat-12m."""
+    return [read.json(f"analysis/{name}/analysis.json")[part] for name in ("shipped", "chat-12m")]
+
+
 def cosines(read: Committed, of: str) -> list[list[float]]:
-    """Of the shipped target and of chat-12m, by lag."""
-    found = [read.json(f"analysis/{name}/analysis.json")["similarity"] for name in ("shipped", "chat-12m")]
-    return [[row[of] for row in rows if row["lag"] is not None] for rows in found]
+    """By target and lag."""
+    return [[row[of] for row in rows if row["lag"] is not None] for rows in analyses(read, "similarity")]
 
 
 def frequent_cosines(read: Committed) -> Ours:
@@ -22,13 +28,13 @@ def mean_cosines(read: Committed) -> Ours:
 
 
 def bound(read: Committed) -> Ours:
-    found = [read.json(f"analysis/{name}/analysis.json")["bound"] for name in ("shipped", "chat-12m")]
+    found = analyses(read, "bound")
     empty = [next(row["empty"] for row in rows if row["lag"] is None and "squared" in row["ground"]) for rows in found]
     return f"with the least L that holds, it says nothing at {shares(empty[0])}; {shares(empty[1])} of pairs", None
 
 
 def plan(read: Committed) -> Ours:
-    found = [read.json(f"analysis/{name}/analysis.json")["refinement"] for name in ("shipped", "chat-12m")]
+    found = analyses(read, "refinement")
     changed = [next(row["drafts"] for row in rows if row["name"].startswith("column")) for rows in found]
     return f"{100 * changed[0]:.1f} %; {100 * changed[1]:.1f} % of best drafts change without it", max(changed) > 0.01
 
@@ -68,10 +74,6 @@ def strategies(read: Committed) -> Ours:
     return f"{told}{lossy['answers']} answers unchanged", drafted / plain <= 12.2 / 11.9
 
 
-def refined(read: Committed, label: str) -> tuple[float, float]:
-    return read.variant("refinement", label)
-
-
 def transport_predicts(read: Committed) -> Ours:
     texts = read.json("ablations/refinement-paper-steps/ablation.json")["texts"]
     modes = [texts[name]["modes"]["trs-lossy, T = 0"] for name in ("row 128", "column 128", "affine 128", "none")]
@@ -81,17 +83,17 @@ def transport_predicts(read: Committed) -> Ours:
 
 
 def transport_costs(read: Committed) -> Ours:
-    affine, row = (refined(read, f"{name} 128")[0] for name in ("affine", "transport, row"))
+    affine, row = (read.variant("refinement", f"{name} 128")[0] for name in ("affine", "transport, row"))
     return f"{row:.2f}x against {affine:.2f}x", row < affine
 
 
 def wider_predicts(read: Committed) -> Ours:
-    lengths = [refined(read, f"transport, row {d}")[1] for d in (32, 64, 128, 384)]
+    lengths = [read.variant("refinement", f"transport, row {d}")[1] for d in (32, 64, 128, 384)]
     return f"acceptance length {numbers(*lengths)} at d = 32, 64, 128, 384", lengths == sorted(lengths)
 
 
 def wider_costs(read: Committed) -> Ours:
-    ratios = [refined(read, f"transport, row {d}")[0] for d in (32, 64, 128, 384)]
+    ratios = [read.variant("refinement", f"transport, row {d}")[0] for d in (32, 64, 128, 384)]
     return times(*ratios), ratios == sorted(ratios, reverse=True)
 
 
@@ -121,8 +123,7 @@ def wider(read: Committed) -> Ours:
 
 
 def best_cell(read: Committed) -> Ours:
-    lines = read.json("ablations/lookahead/ablation.json")["lines"]
-    ratios = {line["label"]: line["at"]["0.0"]["summary"]["speed_up"]["value"] for line in lines}
+    ratios = {label: one["summary"]["speed_up"]["value"] for label, one in read.variants("lookahead").items()}
     best, theirs = max(ratios, key=ratios.__getitem__), "k = 3, N = 3"
     return f"{best}: {ratios[best]:.2f}x ({theirs}: {ratios[theirs]:.2f}x), lossless", best == theirs
 

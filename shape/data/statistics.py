@@ -38,15 +38,12 @@ class DataStatistics:
         """To learn from (`shape.features.positions.eligible`): all of an answer but its last token."""
         return round(self.conversations * max(self.tokens * self.answers - self.turns, 0.0))
 
-    def stored(self, before: int | None) -> float:
-        """Positions whose states are kept: all, or those of answers and so many before each."""
-        if before is None:
-            return self.conversations * self.tokens
-        return self.conversations * min(self.tokens, self.tokens * self.answers + before * self.turns)
-
     def stored_bytes(self, before: int | None, each: int) -> float:
-        """Of features: those states, of `each` bytes, and an id and a mask of every token."""
-        return self.stored(before) * each + 5 * self.conversations * self.tokens
+        """Of features: states of `each` bytes, of all positions or of answers and so many before each, and an id and a
+        mask of every token.
+        """
+        kept = self.tokens if before is None else min(self.tokens, self.tokens * self.answers + before * self.turns)
+        return self.conversations * (kept * each + 5 * self.tokens)
 
 
 def count_tokens(

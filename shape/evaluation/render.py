@@ -6,7 +6,7 @@ from pathlib import Path
 
 from shape.errors import DataError
 from shape.evaluation.markdown import DASH, markdown
-from shape.evaluation.results import SHORT, SpeedResults, speed_and_length
+from shape.evaluation.results import SHORT, SpeedResults
 
 
 def render(document: str, results: Path) -> str:
@@ -78,15 +78,9 @@ def _across(found: list[tuple[SpeedResults, list[str] | None]]) -> str:
     """One table; the methods are those of the first results, or what was chosen of them."""
     first, methods = found[0]
     columns = [_setting(one, found).removeprefix(", ") for one, _ in found]
-    rows = [[name, *(_both(one, name) for one, _ in found)] for name in methods or first.methods]
+    lines = {name: [one.summary.get(name) for one, _ in found] for name in methods or first.methods}
+    rows = [[name, *(DASH if line is None else line.both for line in own)] for name, own in lines.items()]
     return markdown(["speed-up (acceptance length)", *columns], rows)
-
-
-def _both(results: SpeedResults, name: str) -> str:
-    line = results.summary.get(name)
-    if line is None:
-        return DASH
-    return speed_and_length(line.speed_up.value, line.acceptance_length.value)
 
 
 def _setting(results: SpeedResults, found: list[tuple[SpeedResults, list[str] | None]]) -> str:

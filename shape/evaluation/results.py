@@ -143,6 +143,11 @@ class Summary:
     equal_autoregressive: int | None
     equal_transformers: int | None
 
+    @property
+    def both(self) -> str:
+        """Speed-up and acceptance length."""
+        return speed_and_length(self.speed_up.value, self.acceptance_length.value)
+
 
 # The table's columns behind the method's name.
 COLUMNS: dict[str, Callable[[Summary], str]] = {
@@ -363,10 +368,7 @@ class SpeedResults(Results):
     def by_category(self) -> Table:
         """Speed-up and acceptance length of every method in every category, and the share of seen 4-grams."""
         found = {one: [self.summarise(name, one) for name in self.methods] for one in self.categories}
-        lines = [
-            [category, *(speed_and_length(one.speed_up.value, one.acceptance_length.value) for one in summaries)]
-            for category, summaries in found.items()
-        ]
+        lines = [[category, *(one.both for one in summaries)] for category, summaries in found.items()]
         means = [_mean_speed_up(column) for column in zip(*found.values(), strict=True)]
         lines.append(["mean of these", *(show(mean, unit="x") for mean in means)])
         if not self.overlap():

@@ -4,7 +4,7 @@ It holds `manifest.json` (`shape.features.manifest`) and the shards (`shape.feat
 conversations.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,9 +134,6 @@ class FeatureStore(Sequence[Stored]):
         ids, mask = self.text(index)
         positions = torch.arange(int(self.offsets[index]), int(self.offsets[index + 1]))
         return Stored(ids, mask, self._states(positions, torch.ones_like(positions, dtype=torch.bool)))
-
-    def __iter__(self) -> Iterator[Stored]:
-        return (self[index] for index in range(len(self)))
 
     def _span(self, index: int) -> tuple[int, slice]:
         """The shard of a conversation, and its positions there."""

@@ -194,7 +194,7 @@ def quiet() -> Iterator[None]:
     level = log.level
     log.setLevel(logging.WARNING)
     with warnings.catch_warnings():
-        for message in ("does not have many workers", "overridden `transfer_batch_to_device`", "LeafSpec"):
+        for message in ("does not have many workers", "LeafSpec"):
             warnings.filterwarnings("ignore", message=f".*{message}.*")
         try:
             yield

@@ -47,7 +47,8 @@ class StopOnDivergence(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if self._first is not None:
-            finite = torch.stack([_local_part(weight).isfinite().all() for weight in pl_module.parameters()]).all()
+            weights = (each.to_local() if isinstance(each, DTensor) else each for each in pl_module.parameters())
+            finite = torch.stack([weight.isfinite().all() for weight in weights]).all()
             self._check(trainer, torch.where(finite, self._first, self._first.clamp(max=trainer.global_step - 1)))
         self._saved = trainer.global_step
 
@@ -60,11 +61,6 @@ class StopOnDivergence(pl.Callback):
                 f"the loss or the weights are not numbers any more at step {first:.0f}, and no checkpoint holds them; "
                 f"{on} {resume}a smaller --training.learning_rate or --trainer.gradient_clip_val"
             )
-
-
-def _local_part(weight: Tensor) -> Tensor:
-    """What this process holds of a weight."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 class CountFlops(pl.Callback):

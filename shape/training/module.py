@@ -63,9 +63,6 @@ class TrainingModule(pl.LightningModule):
     def on_fit_start(self) -> None:
         place(self.target, self.device)
 
-    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
-        return batch.to(device)
-
     def configure_optimizers(self) -> OptimizerLRScheduler:
         groups: list[dict[str, Any]] = []
         factors: list[Callable[[int], float]] = []

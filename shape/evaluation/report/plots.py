@@ -440,13 +440,13 @@ def _short(name: str, length: int = 40) -> str:
 # ------------------------------------------------------------------------------------------- written out
 
 
-def inline(figure: Figure, prefix: str, label: str, classes: dict[str, str] | None = None) -> str:
+def inline(figure: Figure, prefix: str, label: str, classes: dict[str, str]) -> str:
     """The drawing as an <svg> element for an HTML page: text stays text, colours are the variables of `COLOURS`.
 
     Args:
         prefix: goes before every id, since ids are the page's.
         label: said by screen readers in place of the drawing. Must be escaped.
-        classes: style -> class; given, styles become classes, for which new ones are added.
+        classes: style -> class; styles become classes, for which new ones are added.
     """
     file = io.StringIO()
     with _styled(**{"svg.fonttype": "none"}):
@@ -471,8 +471,6 @@ def inline(figure: Figure, prefix: str, label: str, classes: dict[str, str] | No
         for name, (light, _) in COLOURS.items():
             tag = tag.replace(light, f"var(--{name})")
         tag = re.sub(r'fill="(var[^"]*)"', r'style="fill: \1"', tag)  # variables have no meaning in attributes
-        if classes is None:
-            return tag
         return re.sub(
             r' style="([^"]*)"', lambda own: f' class="{classes.setdefault(own[1], f"s{len(classes)}")}"', tag
         )
