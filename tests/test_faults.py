@@ -185,7 +185,7 @@ def test_a_loss_that_is_no_number_stops_the_run(undisturbed, copy, tiny_target_f
     end = int(tensors["offsets"][6])
     assert tensors["loss_mask"][end - 2]
     tensors["hidden"][end - 8] = float("inf")
-    write_shard(Storage(copy / "features"), Manifest.read(copy / "features"), 1, tensors)
+    write_shard(Storage(copy / "features"), Manifest.read(Storage(copy / "features")), 1, tensors)
     options = arguments(tiny_target_folder, data, copy, "--training.batch_size=4", "--training.steps=12")
     said = refused(main, *options, "--training.checkpoint_every=1")
     assert "not numbers any more at step" in said and "--ckpt_path last" in said

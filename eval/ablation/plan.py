@@ -15,6 +15,7 @@ from shape.target.model import Target
 from shape.target.options import TargetOptions
 from shape.target.size import size_of
 from shape.training import parsing
+from shape.training.checkpoints import differences
 from shape.training.defaults import network_config, resolve
 from shape.training.joint import require_alike
 from shape.training.options import TrainOptions
@@ -172,24 +173,8 @@ def _require_unchanged(run: Run) -> None:
     path = run.folder / "options.yaml"
     if not path.exists():
         return
-    before, now = (_flat(values) for values in (yaml.safe_load(path.read_text(encoding="utf-8")), run.values))
-    differences = [
-        f"{name} was {before.get(name)} and is {now.get(name)}"
-        for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name)
-        and name not in _ALIKE
-        # An option that there was not yet, and that is not made use of.
-        and (name in before or now[name])
-    ]
-    if differences:
+    if found := differences(yaml.safe_load(path.read_text(encoding="utf-8")), run.values, _ALIKE):
         raise ConfigError(
-            f"{run.folder} holds a training of {run.name} with other options ({', '.join(differences)}); give another "
-            "output folder, or delete it"
+            f"{run.folder} holds a training of {run.name} with other options ({', '.join(found)}); give another output "
+            "folder, or delete it"
         )
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return found

@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
@@ -45,9 +44,8 @@ class Manifest:
     format_version: int = FORMAT_VERSION
 
     @classmethod
-    def read(cls, address: str | Path | Storage) -> "Manifest":
+    def read(cls, storage: Storage) -> "Manifest":
         """Raises FeatureStoreError if there is none, or it is damaged or of another version."""
-        storage = Storage(address)
         try:
             content = storage.read(MANIFEST)
         except FileNotFoundError:

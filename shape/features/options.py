@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shape.errors import ConfigError, require
@@ -184,9 +184,8 @@ class CostOptions(_RunOptions):
         sizes = (self.parameters, self.hidden_size)
         if (self.target is None) == (None in sizes) or (self.target is not None and sizes != (None, None)):
             raise ConfigError("give either a target, or its parameters and hidden_size")
-        numbers = {name: value for name, value in asdict(self).items() if isinstance(value, int | float)}
-        if wrong := [name for name, value in numbers.items() if value <= 0 and not isinstance(value, bool)]:
-            raise ConfigError(f"{wrong[0]} is {numbers[wrong[0]]}; give a positive number")
+        require(self, "parameters hidden_size conversations tokens answers turns disk_gigabytes passes flops", above=0)
+        require(self, "utilisation bandwidth memory answered_together occupancy limit", above=0)
         for name in ("answers", "utilisation", "occupancy"):
             if getattr(self, name) > 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, and it is a share; give at most 1")

@@ -9,11 +9,10 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
-from shape.errors import ConfigError, require
+from shape.errors import ConfigError, did_you_mean, require
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -72,12 +71,9 @@ class TrainerOptions:
         own = {each.name for each in fields(self)}
         free = signature(pl.Trainer).parameters.keys() - own - _SET_BY_TRAINING
         for name in sorted(self.more.keys() - free):
-            known = get_close_matches(name, own | free, n=1) or sorted(free)
-            known = ["--training.steps"] if name in ("max_steps", "max_epochs") else known
-            raise ConfigError(
-                f"trainer.{name} is no option of Lightning's Trainer that can be given here; did you mean "
-                f"{' or '.join(known)}?"
-            )
+            counts = name in ("max_steps", "max_epochs")
+            meant = "; did you mean --training.steps?" if counts else did_you_mean(name, own | free)
+            raise ConfigError(f"trainer.{name} is no option of Lightning's Trainer that can be given here{meant}")
 
     def _check_processes(self) -> None:
         """Raises ConfigError for more processes on a CPU than it has cores, where Lightning would start them all."""

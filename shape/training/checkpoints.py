@@ -3,7 +3,7 @@
 import os
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from threading import current_thread, main_thread
 from time import monotonic
@@ -24,8 +24,8 @@ _SECONDS = 300.0  # between checkpoints, where steps are not given
 # May change between a run and its resumption, the last two to go on where it diverged; all else would make it another
 # run.
 _FREE_TO_CHANGE = {
-    "gradient_checkpointing", "compile", "steps", "max_minutes", "checkpoint_every", "workers", "learning_rate",
-    "gradient_clip_val",
+    "training.gradient_checkpointing", "training.compile", "training.steps", "training.max_minutes",
+    "training.checkpoint_every", "training.workers", "training.learning_rate", "gradient_clip_val",
 }  # fmt: skip
 
 
@@ -170,19 +170,26 @@ def set_aside(output: Path) -> None:
 
 def require_same_run(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Raises CheckpointError, with every difference, for a checkpoint of a run with another recipe."""
-    if differences := _differences(saved, current):
+    if found := differences(saved, current, _FREE_TO_CHANGE):
         raise CheckpointError(
-            f"the checkpoint is of another run: {', '.join(differences)}; resume with the options it was made "
+            f"the checkpoint is of another run: {', '.join(found)}; resume with the options it was made "
             "with, or train anew without --ckpt_path"
         )
 
 
-def _differences(saved: Mapping[str, Any], current: Mapping[str, Any], prefix: str = "") -> list[str]:
+def differences(
+    saved: Mapping[str, Any], current: Mapping[str, Any], free: Collection[str], prefix: str = ""
+) -> list[str]:
+    """Phrases for what differs, but for what is free to change and options that there were not yet and that are off.
+
+    Args:
+        free: names with their groups', as in "training.steps".
+    """
     found = []
     for name in sorted(saved.keys() | current.keys()):
-        old, new = saved.get(name), current.get(name)
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            found += _differences(old, new, f"{prefix}{name}.")
-        elif old != new and name not in _FREE_TO_CHANGE:
-            found.append(f"{prefix}{name} was {old} and is {new}")
+        old, new, full = saved.get(name), current.get(name), f"{prefix}{name}"
+        if isinstance(new, Mapping) and (isinstance(old, Mapping) or name not in saved):
+            found += differences(old or {}, new, free, f"{full}.")
+        elif old != new and full not in free and (name in saved or new):
+            found.append(f"{full} was {old} and is {new}")
     return found
