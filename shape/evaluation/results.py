@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from rich.table import Table as ScreenTable
 
+from shape import bundled
 from shape.data.backends import off_in_words
 from shape.data.conversations import Conversation
 from shape.evaluation.environment import Environment
@@ -23,8 +24,7 @@ from shape.files import typed
 
 AUTOREGRESSIVE = "autoregressive"
 BASELINES = ("transformers", AUTOREGRESSIVE)
-SHIPPED_TARGET = "quickstart-target"
-SHIPPED_TEXT = ("train.jsonl.gz", "answers.jsonl.gz")  # a part of what it and its predictor learned from
+SHIPPED_TEXT = ("train.jsonl.gz", "answers.jsonl.gz")  # a part of what the pair that ships learned from
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,6 @@ class Summary:
     answers: int
     tokens: int
     tokens_per_second: float | None
-    tokens_per_second_median: float | None  # over prompts
     prefill_ms: float | None
     speed_up: Estimate
     acceptance_length: Estimate
@@ -241,13 +240,11 @@ class SpeedResults(Results):
         total, what, kinds = Tally.total(tallies), self.methods[name], self.methods.values()
         ours = not what.startswith("transformers")
         is_drafted = ours and what != AUTOREGRESSIVE
-        rates = [t.timed_tokens / t.decode_seconds for t in tallies if t.timed_tokens and t.decode_seconds]
         compares_greedily = self.settings["temperature"] == 0 and "transformers" in kinds
         return Summary(
             answers=int(total.answers),
             tokens=int(total.tokens),
             tokens_per_second=number(ratio(1, total.seconds_per_token)),
-            tokens_per_second_median=median(rates) if rates else None,
             prefill_ms=number(1e3 * ratio(total.wait_seconds, total.answers)),
             speed_up=over_prompts(
                 lambda mine, base: base.seconds_per_token / mine.seconds_per_token,
@@ -357,7 +354,7 @@ class SpeedResults(Results):
         """How much of prompts and answers occurs in the training text, in a sentence."""
         shares = {name: show(share, ".0%") for name, share in self.overlap().items()}
         known = f"In the training text ({self.settings['training_data']}) occur"
-        if (self.settings["target"], self.settings["training_data"]) == (SHIPPED_TARGET, ", ".join(SHIPPED_TEXT)):
+        if (self.settings["target"], self.settings["training_data"]) == (bundled.TARGET, ", ".join(SHIPPED_TEXT)):
             known = f"In the part of the training text that ships ({', '.join(SHIPPED_TEXT)}) occur at least"
         return (
             f"{known} {shares['prompt_grams']} of the prompts' "

@@ -300,7 +300,6 @@ def test_figures_are_ratios_of_sums():
     assert line.speed_up.value == pytest.approx((10 / 100) / (3 / 100))
     assert line.acceptance_length.value == pytest.approx(100 / 30)
     assert line.tokens_per_second == pytest.approx(100 / 3)
-    assert line.tokens_per_second_median == pytest.approx(30)
     assert line.speed_up.low == pytest.approx(2.0) and line.speed_up.high == pytest.approx(4.0)
     assert results.summarise("shape", "all") == line
 
