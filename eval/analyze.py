@@ -48,17 +48,13 @@ from shape.target.loading import SOURCE, of_pair, of_predictor, of_target, only,
 from shape.target.model import Target, announce
 from shape.target.options import AnsweringOptions
 
-_OWN_ANSWERS = "quickstart-target"  # whose answers ship
-
 
 @dataclass
-class AnalyzeOptions(AnsweringOptions):
-    """What to analyse.
+class AnalyzeOptions(commands.OfPredictor, AnsweringOptions):
+    """What to analyse, and whose drafts to judge.
 
     Args:
         output: folder for analysis.json, analysis.md and analysis.png.
-        target: path or hub id; default: the predictor's own.
-        predictor: folder, hub id or bundled name of a trained predictor: whose drafts are judged.
         refined: a predictor whose refinement is "sinkhorn", for the section on it; default: the predictor itself.
         data: conversations with the target's own answers; default: those that ship, for the shipped target.
         prompts: instead of data, a JSON-lines file of prompts that the target answers first, greedily.
@@ -77,8 +73,6 @@ class AnalyzeOptions(AnsweringOptions):
     """
 
     output: str = "analysis-results"
-    target: str | None = None
-    predictor: str = "quickstart-shape"
     refined: str | None = None
     data: str | None = None
     prompts: str | None = None
@@ -198,7 +192,7 @@ def _texts(options: AnalyzeOptions, decoder: ShapeDecoder) -> Iterator[Encoded]:
             raise DataError(f"no prompt of {options.prompts} leaves room for an answer; raise max_length")
         yield from answered(decoder, contexts, options.max_new_tokens)
         return
-    if options.data is None and target.name != _OWN_ANSWERS:
+    if options.data is None and target.name != bundled.TARGET:
         raise ConfigError(
             f"the answers that ship are not those of target {target.name}; give --data with its own answers (see "
             "python -m shape.regenerate), or --prompts that it can answer now"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from jsonargparse import auto_cli
 
+from shape import bundled
 from shape.errors import exit_on_error
 from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import Sums
@@ -33,7 +34,20 @@ def child_variables(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, **more}
 
 
-def program(command: Callable[[Any], Any], options: type) -> Callable[..., None]:
+@dataclass
+class OfPredictor:
+    """What is measured.
+
+    Args:
+        predictor: folder, hub id or bundled name of a trained predictor.
+        target: path or hub id; default: the predictor's own.
+    """
+
+    predictor: str = bundled.PREDICTOR
+    target: str | None = None
+
+
+def program(command: Callable[[Any], Any], options: Any) -> Callable[..., None]:
     """A `main` that calls a command with its options, of the arguments that it is given or else of the command line."""
 
     def main(arguments: Sequence[str] | None = None) -> None:
@@ -43,10 +57,9 @@ def program(command: Callable[[Any], Any], options: type) -> Callable[..., None]
     return main
 
 
-def run_one_of(commands: list[Callable[..., Any]], arguments: Sequence[str] | None) -> None:
-    """Call the command that is named first, with what follows."""
-    with exit_on_error():
-        auto_cli(commands, as_positional=False, args=None if arguments is None else list(arguments))
+def one_of(*commands: Callable[..., Any]) -> Callable[..., None]:
+    """A `main` that calls the command that is named first, or the only one, with what follows."""
+    return program(lambda result: result, list(commands))
 
 
 def write_results(

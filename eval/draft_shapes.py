@@ -47,12 +47,10 @@ def shaped(drafter: Drafter, shape: TreeShape) -> Drafter | None:
 
 
 @dataclass
-class DraftShapesOptions:
+class DraftShapesOptions(commands.OfPredictor):
     """What to measure.
 
     Args:
-        predictor: folder, hub id or bundled name.
-        target: default: the one that the predictor was trained for.
         prompts: JSON lines of prompts; default: the bundled validation prompts.
         limit: prompts, evenly chosen.
         dtype: of the target.
@@ -60,8 +58,6 @@ class DraftShapesOptions:
         output: a Markdown file to append the table to.
     """
 
-    predictor: str = "quickstart-shape"
-    target: str | None = None
     prompts: str | None = None
     limit: int = 24
     dtype: str = "bfloat16"

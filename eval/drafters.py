@@ -357,8 +357,7 @@ def _write(folder: str, name: str, table: str, results: SpeedResults) -> None:
     print(output.read_text(encoding="utf-8"))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    commands.run_one_of([lookahead, recipes, compressed, factors, geodesic], arguments)
+main = commands.one_of(lookahead, recipes, compressed, factors, geodesic)
 
 
 if __name__ == "__main__":

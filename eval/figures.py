@@ -17,10 +17,11 @@ from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 from eval import commands
+from shape.cli.terminal import coloured
 from shape.evaluation.results import SpeedResults
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput
-from shape.generation.trace import STYLES, pieces
+from shape.generation.trace import STYLES
 
 QUESTION = "Book a table for two."
 METHODS = {
@@ -89,10 +90,9 @@ def show_draft(decoder: ShapeDecoder, question: str, width: int = 88) -> str:
     out = decoder.generate(ids, max_new_tokens=96, do_sample=False, trace=True, return_dict_in_generate=True)
     assert isinstance(out, ShapeOutput) and out.trace is not None
     tokens = out.trace.emitted()
-    texts = pieces(decoder.tokenizer, [token for token, _ in tokens])
     console = Console(record=True, width=width, file=StringIO(), force_terminal=True, highlight=False)
     console.print(Text.assemble(("> ", "bold"), question))
-    console.print(Text.assemble(*((text, STYLES[event]) for text, (_, event) in zip(texts, tokens, strict=True))))
+    console.print(coloured(decoder.tokenizer, tokens))
     shown: Sequence[str] = [event for event in STYLES if event in {event for _, event in tokens}]
     console.print(Text(" / ").join(Text(event, style=STYLES[event]) for event in shown))
     console.print(
@@ -129,8 +129,7 @@ def figures(
     print(f"written: {folder}/speed.svg, {folder}/show-draft.svg")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    commands.run_one_of([figures], arguments)
+main = commands.one_of(figures)
 
 
 if __name__ == "__main__":

@@ -74,6 +74,7 @@ from shape.evaluation.journal import JOURNAL, Journal
 from shape.evaluation.markdown import markdown, show
 from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.results import AUTOREGRESSIVE
+from shape.files import write_whole
 from shape.generation.decoder import ShapeDecoder
 from shape.target.loading import first_line
 from shape.target.model import Target
@@ -397,11 +398,8 @@ def baselines(options: GpuOptions, deadline: float) -> bool:
             return False
         (work / "target-is-done").touch()
     if not (work / "train.jsonl").exists():
-        part = work / "train.part"
-        part.write_text(
-            "".join(json.dumps(row) + "\n" for row in conversations(options.conversations)), encoding="utf-8"
-        )
-        part.replace(work / "train.jsonl")
+        rows = conversations(options.conversations)
+        write_whole(work / "train.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     given = {"training.max_minutes": options.training_minutes, **VARIANTS}
     changes = ",".join(f"{name}={value}" for name, value in given.items())
     ended = launch(

@@ -29,13 +29,11 @@ WAYS = ("kernels", "loops")
 
 
 @dataclass
-class LoopsOptions:
+class LoopsOptions(commands.OfPredictor):
     """What to measure.
 
     Args:
         output: folder for loops.json and loops.md.
-        predictor: folder, hub id or bundled name of a trained predictor.
-        target: path or hub id; default: the predictor's own.
         prompts: JSON-lines file of prompts; default: the bundled bench split.
         limit: prompts, evenly chosen.
         max_new_tokens: longest answer.
@@ -44,8 +42,6 @@ class LoopsOptions:
     """
 
     output: str = "loops-results"
-    predictor: str = "quickstart-shape"
-    target: str | None = None
     prompts: str | None = None
     limit: int = 16
     max_new_tokens: int = 64

@@ -57,13 +57,11 @@ MODES = (AUTOREGRESSIVE, SHAPE, *(name for name in RULES if name != Match.name),
 
 
 @dataclass
-class QualityOptions(RuleOptions):
+class QualityOptions(commands.OfPredictor, RuleOptions):
     """What to measure.
 
     Args:
         output: folder for quality.json, quality.md and answers.jsonl.
-        predictor: folder, hub id or bundled name of a trained predictor.
-        target: path or hub id; default: the predictor's own.
         prompts: JSON lines of prompts, one file or several; default: the bundled bench split.
         limit: prompts of each file, evenly chosen; default: all.
         max_new_tokens: longest answer.
@@ -81,8 +79,6 @@ class QualityOptions(RuleOptions):
     """
 
     output: str = "quality-results"
-    predictor: str = "quickstart-shape"
-    target: str | None = None
     prompts: list[str] | str | None = None
     limit: int | None = None
     max_new_tokens: int = 128

@@ -37,13 +37,11 @@ TRACES = {
 
 
 @dataclass
-class ReportOptions:
+class ReportOptions(commands.OfPredictor):
     """What to measure, and how much of it.
 
     Args:
         output: folder of everything that is made.
-        predictor: folder, hub id or bundled name of a trained predictor.
-        target: path or hub id; default: the predictor's own.
         prompts: JSON-lines file; default: those that ship, for the shipped target.
         data: conversations with the target's own answers, for analysis and ablation; default: those that ship. Given
             prompts but no data, the target answers the prompts for the analysis.
@@ -60,8 +58,6 @@ class ReportOptions:
     """
 
     output: str = "report"
-    predictor: str = "quickstart-shape"
-    target: str | None = None
     prompts: str | None = None
     data: str | None = None
     ablation: str = "default"

@@ -15,6 +15,7 @@ import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from eval import commands
+from eval.commands import REPOSITORY
 from shape.data.statistics import DataStatistics
 from shape.evaluation.markdown import markdown
 from shape.features.options import CostOptions
@@ -24,7 +25,6 @@ from shape.training.defaults import resolve
 from shape.training.forecast import Forecast
 from shape.training.parsing import parse
 
-ROOT = Path(__file__).resolve().parents[1]
 _EIGHT = ["--trainer.devices=8", "--trainer.strategy=ddp", "--trainer.accumulate_grad_batches=1"]
 _ONE = ["--trainer.devices=1"]
 _LLAMA: dict[str, Any] = {"num_key_value_heads": 8, "vocab_size": 128_256, "max_position_embeddings": 131_072}
@@ -65,7 +65,7 @@ class PlanOptions:
 
 def recipes() -> list[Path]:
     """All that ship."""
-    return sorted((ROOT / "train").glob("*.yaml"))
+    return sorted((REPOSITORY / "train").glob("*.yaml"))
 
 
 def plan(recipe: Path, network: str, more: Sequence[str], text: DataStatistics) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def plan(recipe: Path, network: str, more: Sequence[str], text: DataStatistics) 
     if network == "EAGLE-3":
         width = TARGETS[parse(own).target].intermediate_size
         eagle = [f"--predictor.intermediate_size={width}", "--predictor.num_steps=7"]
-        own = [f"--config={ROOT / 'configs/eagle.yaml'}", *own, *eagle, "--training.gradient_checkpointing=true"]
+        own = [f"--config={REPOSITORY / 'configs/eagle.yaml'}", *own, *eagle, "--training.gradient_checkpointing=true"]
     options = parse(own)
     options.check()
     size = size_of(TARGETS[options.target])

@@ -48,13 +48,11 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @dataclass
-class CostOptions:
-    """What to measure.
+class CostOptions(commands.OfPredictor):
+    """What to measure, of a predictor with parallel steps.
 
     Args:
         output: folder for cost.json and cost.md.
-        predictor: folder, hub id or bundled name of a predictor with parallel steps.
-        target: path or hub id; default: the predictor's own.
         kinds: of refinement, by name.
         widths: d of the reduced space.
         iterations: of Sinkhorn.
@@ -68,8 +66,6 @@ class CostOptions:
     """
 
     output: str = "transport-cost"
-    predictor: str = "quickstart-shape"
-    target: str | None = None
     kinds: list[str] = field(default_factory=lambda: list(KINDS))
     widths: list[int] = field(default_factory=lambda: [32, 64, 128, 256])
     iterations: int = 10

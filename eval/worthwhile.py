@@ -26,13 +26,11 @@ WHOLE, WORTHWHILE = "whole drafts", "what is worth its time"
 
 
 @dataclass
-class WorthwhileOptions:
+class WorthwhileOptions(commands.OfPredictor):
     """What to measure.
 
     Args:
         output: folder for worthwhile.json and worthwhile.md.
-        predictor: folder, hub id or bundled name.
-        target: path or hub id; default: the predictor's own.
         dtype: of the target.
         prompts: suites or files; each by itself.
         temperatures: each by itself.
@@ -42,8 +40,6 @@ class WorthwhileOptions:
     """
 
     output: Path = Path("worthwhile-results")
-    predictor: str = "quickstart-shape"
-    target: str | None = None
     dtype: str = "bfloat16"
     prompts: list[str] = field(default_factory=lambda: list(SUITES))
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])

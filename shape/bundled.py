@@ -8,7 +8,8 @@ from pathlib import Path
 
 from shape.errors import ConfigError
 
-CHECKPOINTS = ("quickstart-target", "quickstart-shape", "quickstart-paper")
+TARGET, PREDICTOR = "quickstart-target", "quickstart-shape"
+CHECKPOINTS = (TARGET, PREDICTOR, "quickstart-paper")
 """Names that may stand wherever a model folder or hub id may."""
 
 _PACKAGE = Path(__file__).resolve().parent

@@ -19,7 +19,7 @@ from eval.ablation.results import Trained
 from eval.commands import child_variables
 from shape.errors import CheckpointError
 from shape.evaluation.environment import Environment
-from shape.files import reading, typed
+from shape.files import reading, typed, write_whole
 
 
 def train_all(runs: Sequence[Run], jobs: int, needed: bool = True) -> dict[str, dict[int, Trained]]:
@@ -131,10 +131,7 @@ def _is_done(run: Run) -> bool:
 
 def _keep(run: Run, threads: int) -> None:
     """Write down what a finished training was."""
-    done = run.folder / "run.json"
-    part = done.with_suffix(".part")
-    part.write_text(json.dumps(asdict(_trained(run, threads)), indent=1), encoding="utf-8")
-    part.replace(done)
+    write_whole(run.folder / "run.json", json.dumps(asdict(_trained(run, threads)), indent=1))
 
 
 def _kept(run: Run) -> Trained:

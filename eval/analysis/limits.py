@@ -1,7 +1,10 @@
 """The transport optimum of acceptance beside what the rules of this package reach."""
 
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +17,10 @@ from shape.verification.noise import gumbel, sequence_keys, token_hashes
 from shape.verification.tree import TokenTree
 
 DRAFTS = (1, 2, 4)
-_CLOSED = (optimal_acceptance, partial(optimal_acceptance, replacement=False), one_drawn, k_sequential)
+_CLOSED: dict[str, Callable[..., Tensor]] = {
+    "independent": optimal_acceptance, "without_replacement": partial(optimal_acceptance, replacement=False),
+    "one_drawn": one_drawn, "k_sequential": k_sequential,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -46,25 +52,22 @@ def acceptances(p: Tensor, q: Tensor, draws: int, seed: int, progress: Progress)
     """For pairs of distributions (P, d), float64. The rules are run, not computed: `draws` times for each pair."""
     most = max(DRAFTS)
     reached: list[tuple[Tensor, Tensor]] = []
-    optima: list[list[Tensor]] = []
+    optima: dict[tuple[str, int], list[Tensor]] = defaultdict(list)
     for number, (one, other) in enumerate(zip(p.split(16), q.split(16), strict=True)):
         reached.append(simulate(one, other, draws, seed + number))
-        optima.append([limit(one, other, drafts) for limit in _CLOSED for drafts in DRAFTS])
+        for (name, limit), drafts in product(_CLOSED.items(), DRAFTS):
+            optima[name, drafts].append(limit(one, other, drafts))
         progress()
     matched, rejected = (torch.cat(parts) for parts in zip(*reached, strict=True))
-    optimum = [torch.cat(parts).mean() for parts in zip(*optima, strict=True)]
     best = p.gather(-1, q.topk(most, -1).indices).cumsum(-1).mean(0)
     return [
         Acceptance(
             drafts,
-            float(optimum[at]),
-            float(optimum[len(DRAFTS) + at]),
-            float(optimum[2 * len(DRAFTS) + at]),
-            float(best[drafts - 1]),
-            float(optimum[3 * len(DRAFTS) + at]),
-            float(matched[:, at].mean()),
-            float(rejected[:, at].mean()),
-            0.5 / (len(p) * draws) ** 0.5,  # at most
+            likeliest=float(best[drafts - 1]),
+            match=float(matched[:, at].mean()),
+            rejection=float(rejected[:, at].mean()),
+            error=0.5 / (len(p) * draws) ** 0.5,  # at most
+            **{name: float(torch.cat(optima[name, drafts]).mean()) for name in _CLOSED},
         )
         for at, drafts in enumerate(DRAFTS)
     ]

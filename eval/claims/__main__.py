@@ -6,7 +6,6 @@ Theirs are their own claims (`eval/claims/systems.py`). Ours are read from commi
 where both can be compared: run this again when a table has been measured again.
 """
 
-from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from eval import commands
@@ -83,8 +82,7 @@ def write(results: str = "eval/results", output: str = "docs/research/claims.md"
     Path(output).write_text(page(Path(results)), encoding="utf-8")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    commands.run_one_of([write], arguments)
+main = commands.one_of(write)
 
 
 if __name__ == "__main__":

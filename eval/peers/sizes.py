@@ -19,7 +19,6 @@ from shape import bundled
 from shape.evaluation.prompts import chosen_prompts
 from shape.target.chat import prompt_ids
 
-_SHIPPED = "quickstart-target"
 _LARGE = 100.0  # times the usual embedding
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
@@ -54,7 +53,7 @@ SIZES = {
 
 def saved(name: str, work: Path) -> Path:
     """Folder of the model in the format of transformers, in bfloat16; made at the first call."""
-    widths, shipped = SIZES[name].widths, Path(bundled.resolve(_SHIPPED))
+    widths, shipped = SIZES[name].widths, bundled.path("checkpoints", bundled.TARGET)
     if widths is None:
         return shipped
     folder = work / "models" / name
@@ -76,7 +75,7 @@ def prompts(name: str) -> list[list[int]]:
     if size.widths is not None:
         generator = torch.Generator().manual_seed(0)
         return torch.randint(size.widths.vocab_size, (size.prompts, size.length), generator=generator).tolist()
-    tokenizer = AutoTokenizer.from_pretrained(bundled.resolve(_SHIPPED))
+    tokenizer = AutoTokenizer.from_pretrained(bundled.resolve(bundled.TARGET))
     chosen, _ = chosen_prompts(None, size.prompts)
     return [prompt_ids(prompt.messages, tokenizer) for prompt in chosen]
 

@@ -16,7 +16,7 @@ from shape.evaluation.journal import JOURNAL
 from shape.evaluation.methods import ASSISTED, Assisted, Configured, Method, TransformersMethod
 from shape.evaluation.options import BenchOptions, several
 from shape.evaluation.prompts import chosen_prompts
-from shape.evaluation.results import AUTOREGRESSIVE, SHIPPED_TARGET, SHIPPED_TEXT, SpeedResults
+from shape.evaluation.results import AUTOREGRESSIVE, SHIPPED_TEXT, SpeedResults
 from shape.evaluation.speed import RESULTS, SpeedSetting, measure_in, refuse_results, settings_of
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.loading import is_language_model, refuse_unknown
@@ -62,7 +62,7 @@ def bench(options: BenchOptions) -> list[SpeedResults]:
             f"contexts of {longest} tokens and {options.max_new_tokens} new ones exceed the {room} positions of target "
             f"{target.name}; give fewer"
         )
-    if target.name == SHIPPED_TARGET and not given:
+    if target.name == bundled.TARGET and not given:
         given = training_text([bundled.path("data", name) for name in SHIPPED_TEXT])
     suite_names = "+".join(name.split(".")[0] for name in source.split("+"))
     label = options.label or f"{Path(target.name).name}, {suite_names}"
@@ -118,7 +118,7 @@ def load_methods(options: BenchOptions) -> tuple[Target, dict[str, Method]]:
         ConfigError: a predictor's name that is taken, an unknown drafter, or a rule for a method that takes none.
     """
     predictors = named_predictors(
-        several(options.predictor or ([] if options.target is not None else ["quickstart-shape"]))
+        several(options.predictor or ([] if options.target is not None else [bundled.PREDICTOR]))
     )
     names = options.methods or ["transformers", AUTOREGRESSIVE, "ngram", "shape" if predictors else "suffix"]
     baselines = {AUTOREGRESSIVE, ASSISTED, *get_args(TransformersMethod)}

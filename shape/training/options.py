@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from shape import bundled
 from shape.data.options import AnswerOptions
 from shape.errors import ConfigError, require
 from shape.features.options import FeatureOptions, StorageOptions, with_state
@@ -13,7 +14,6 @@ from shape.features.trainer import TrainerOptions
 from shape.target.options import TargetOptions
 from shape.verification.tree_shape import TreeShape
 
-QUICKSTART_TARGET = "quickstart-target"
 STATE_LOSSES = ("mse", "squared_norm", "smooth_l1")
 LOGIT_LOSSES = ("soft_cross_entropy", "kl", "total_variation", "negative_log_acceptance", "sinkhorn")
 
@@ -319,7 +319,7 @@ class TrainOptions(TargetOptions):
         trainer: devices, precision and so on, as Lightning's Trainer has them.
     """
 
-    target: str = QUICKSTART_TARGET
+    target: str = bundled.TARGET
     data: str | None = None
     validation_data: str | None = None
     regenerate: bool = True
@@ -355,7 +355,7 @@ class TrainOptions(TargetOptions):
     @property
     def uses_bundled_answers(self) -> bool:
         """The conversations that ship come with the answers of the target that ships."""
-        return self.data is None and self.target == QUICKSTART_TARGET
+        return self.data is None and self.target == bundled.TARGET
 
     @property
     def writes_answers(self) -> bool:

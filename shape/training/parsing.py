@@ -13,7 +13,7 @@ from shape.errors import ConfigError, exit_on_error
 from shape.features.trainer import TrainerOptions
 from shape.files import reading
 from shape.parsing import DRY_RUN, HELP, CommandParser, command_parser, refuse_dry_run_of_file
-from shape.training.options import QUICKSTART_TARGET, TrainOptions
+from shape.training.options import TrainOptions
 
 
 def parser(defaults: Path | None, docstring: str | None = None, common: Sequence[str] = ()) -> CommandParser:
@@ -32,7 +32,7 @@ def parse(arguments: Sequence[str], docstring: str | None = None, common: Sequen
     with exit_on_error():
         defaults = bundled.path("configs", "quickstart.yaml")
     first = [each for each in arguments if not each.startswith("--print_config") and each not in HELP]
-    is_bundled = parser(defaults).parse_args(first).target == QUICKSTART_TARGET
+    is_bundled = parser(defaults).parse_args(first).target == bundled.TARGET
     reader = parser(defaults if is_bundled else None, docstring, common)
     values = reader.parse_args(arguments)
     with exit_on_error():
