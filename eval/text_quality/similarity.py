@@ -11,6 +11,7 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
 from shape import bundled
 from shape.errors import ConfigError
+from shape.target.loading import first_line
 
 _BATCH = 16
 
@@ -57,10 +58,9 @@ class Encoder:
             where = bundled.resolve(name)
             model, tokenizer = AutoModel.from_pretrained(where), AutoTokenizer.from_pretrained(where)
         except (OSError, ValueError, KeyError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ConfigError(
                 f"encoder {name} cannot be loaded; give the folder or the hub id of an encoder, with its tokenizer "
-                f"({reason})"
+                f"({first_line(error)})"
             ) from error
         if model.config.is_encoder_decoder:
             raise ConfigError(f"encoder {name} is an encoder and a decoder in one; give one that is either")
