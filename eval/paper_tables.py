@@ -142,28 +142,11 @@ def _has_rivals(record: Mapping[str, Any]) -> bool:
 
 def _rivals(path: str, record: Mapping[str, Any]) -> Part:
     """Drafters of one size, trained alike. The record has no tasks."""
-    others = record["others"]
-    lines = {line["label"]: [line["at"][at]["summary"] for at in others] for line in record["lines"]}
-    lines |= {name: [found[name] for found in others.values()] for name in next(iter(others.values()))}
-    return _ablation(path, record, "method", lines, ["speed_up"])
-
-
-def _ablation(
-    path: str, record: Mapping[str, Any], kind: str, lines: Mapping[str, Sequence[Any]], figures: Sequence[str]
-) -> Part:
-    """Figures of an ablation.
-
-    Args:
-        kind: what the lines are.
-        lines: label -> summary at each temperature.
-    """
-    known = {"acceptance_length": ("acceptance length", ""), "speed_up": ("speed-up", "x")}
-    chosen = [(figure, *known[figure]) for figure in figures]
-    header = [kind, *(f"{what}, T = {float(at):g} (95 %)" for at in record["others"] for _, what, _ in chosen)]
-    rows = [
-        [label, *(_estimate(one[figure], unit) for one in summaries for figure, _, unit in chosen)]
-        for label, summaries in lines.items()
-    ]
+    temperatures = list(record["others"])
+    lines = {line["label"]: [line["at"][at]["summary"] for at in temperatures] for line in record["lines"]}
+    lines |= {name: [record["others"][at][name] for at in temperatures] for name in record["others"][temperatures[0]]}
+    header = ["method", *(f"speed-up, T = {float(at):g} (95 %)" for at in temperatures)]
+    rows = [[name, *(_estimate(one["speed_up"], "x") for one in summaries)] for name, summaries in lines.items()]
     return Part(header, rows, [f"{record['title']}.", *_measured_on(record), _from(path, _environment(record))])
 
 
@@ -273,14 +256,30 @@ def refinement(found: AllResults) -> Table:
         lines = [line for line in record["lines"] if line["variant"] in refined]
         if len(lines) < 2:
             continue
-        own = {line["label"]: [line["at"][at]["summary"] for at in record["others"]] for line in lines}
-        parts.append(_ablation(path, record, "variant", own, ["acceptance_length", "speed_up"]))
+        header, rows = _lines(record, lines)
+        parts.append(
+            Part(header, rows, [f"{record['title']}.", *_measured_on(record), _from(path, _environment(record))])
+        )
     paper = (
         "at d = 128 OT has perplexity 12.2 at 3.21x, affine 18.4 at 3.87x; OT with d = 32 / 64 / 128 / full has "
         "17.3 / 16.1 / 12.2 / 12.1 at 3.87 / 3.66 / 3.21 / 2.67x."
     )
     absent = ["perplexity: these decode losslessly, so that the text is the target's own whatever the refinement."]
     return Table(["6"], "transport against affine refinement, by width d", paper, parts, absent if parts else [])
+
+
+def _lines(record: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Acceptance length and speed-up of an ablation's lines, by temperature."""
+    temperatures = list(record["others"])
+    header = ["variant"]
+    for at in temperatures:
+        header += [f"{what}, T = {float(at):g} (95 %)" for what in ("acceptance length", "speed-up")]
+    rows = []
+    for line in lines:
+        found = [line["at"][at]["summary"] for at in temperatures]
+        cells = [[_estimate(one["acceptance_length"]), _estimate(one["speed_up"], "x")] for one in found]
+        rows.append([line["label"], *(cell for pair in cells for cell in pair)])
+    return header, rows
 
 
 def grid(found: AllResults) -> Table:
