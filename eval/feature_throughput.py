@@ -72,15 +72,18 @@ def consumed(store: FeatureStore, material: Material, options: TrainOptions) -> 
 
 def read(store: FeatureStore, target: Target, options: TrainOptions) -> float:
     """Positions per second of reading the batches of as many steps, and nothing else."""
-    assert options.training.steps is not None
-    sizes = {"steps": options.training.steps, "batch_size": options.training.batch_size, "seed": options.seed}
-    # By itself: the texts that `make_module` counts for its vocabulary would not come from the disk any more.
-    data = ShapeDataModule(store, target, window=options.predictor.window, ahead=options.predictor.num_steps, **sizes)
+    training, predictor = options.training, options.predictor
+    assert training.steps is not None
+    # Without `make_module`: the texts that it counts for a vocabulary would not come from the disk any more.
+    data = ShapeDataModule(
+        store, target, steps=training.steps, batch_size=training.batch_size, window=predictor.window,
+        ahead=predictor.num_steps, seed=options.seed,
+    )  # fmt: skip
     batches = data.batches(Partition())
     started = perf_counter()
     for index in tqdm(range(len(batches)), "read", leave=False, disable=not options.trainer.enable_progress_bar):
         batches[index]
-    return len(batches) * options.training.batch_size / (perf_counter() - started)
+    return len(batches) * training.batch_size / (perf_counter() - started)
 
 
 def forget(folder: Path) -> None:
