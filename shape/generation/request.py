@@ -288,6 +288,7 @@ class Request:
             processors=None if self.processors is None else tuple(self.processors[row] for row in rows),
             min_new_tokens=self.min_new_tokens,
             eos_token_ids=self.eos_token_ids,
+            max_new_tokens=self.max_new_tokens,
             coupled=rule.coupled,
             one_drawn=rule.one_drawn,
         )

@@ -104,6 +104,8 @@ class Trace:
         seen = outcome.verified
         assert seen is not None
         tree, path, tokens, drafted = seen.tree, seen.paths[at], outcome.tokens[at], outcome.accepted[at]
+        if seen.sampler.processors is not None:  # which are not asked about what lies behind a stop
+            path, tokens, drafted = path[:emitted], tokens[:emitted], min(drafted, emitted)
         parents, proposed, depths = tree.parent[at].tolist(), tree.tokens[at].tolist(), tree.depth[at].tolist()
         sources = [None] * tree.size if tree.source is None else tree.source[at]
 

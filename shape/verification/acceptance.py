@@ -10,7 +10,7 @@ children were drawn (``TokenTree.were_drawn``) and from what, and of which none 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -54,12 +54,14 @@ def match(tree: TokenTree, choices: Tensor) -> Accepted:
     return _accept_path(tree, last, choices.gather(1, last[:, None]))
 
 
-def follow(tree: TokenTree, choose: Choose) -> Accepted:
+def follow(tree: TokenTree, choose: Choose, ends: Collection[int] = (), most: Sequence[int] | None = None) -> Accepted:
     """``match`` that asks for choices where they lead alone: what a choice costs is then paid once per emitted token.
 
     Args:
         choose: gives the choices at one node of each of some rows, all of one depth, from the rows, the nodes and the
             tokens of the paths to them.
+        ends: tokens behind which no choice is asked for.
+        most: of each row, how many choices are asked for at most, 1 or more; None for all that lead on.
     """
     proposed, parents = tree.tokens.tolist(), tree.parent.tolist()
     tokens: list[list[int]] = [[] for _ in parents]
@@ -74,7 +76,8 @@ def follow(tree: TokenTree, choose: Choose) -> Accepted:
             children = [node for node, (above, draft) in pairs if draft == token and above in nodes[row]]
             if children:
                 nodes[row] = children
-                led.append(row)
+                if token not in ends and (most is None or len(tokens[row]) < most[row]):
+                    led.append(row)
         going = led
     paths = [_down_to(last, above) for (last, *_), above in zip(nodes, parents, strict=True)]
     return _accepted(paths, tokens, tree.tokens.device)
@@ -89,11 +92,11 @@ def _down_to(node: int, parents: list[int]) -> list[int]:
 
 
 def _accepted(paths: list[list[int]], tokens: list[list[int]], device: torch.device) -> Accepted:
-    """Of each sequence the accepted nodes and as many emitted tokens."""
+    """Of each sequence the accepted nodes and as many emitted tokens, or one fewer, which end with a drafted one."""
     longest = max(map(len, paths))
     # With the counts behind them, as one tensor.
-    kept = [[*path, *[0] * (longest - len(path)), len(path)] for path in paths]
-    emitted = [[*row, *[0] * (longest - len(row)), len(row) - 1] for row in tokens]
+    kept = [[*path, *[0] * (longest - len(path)), len(row)] for path, row in zip(paths, tokens, strict=True)]
+    emitted = [[*row, *[0] * (longest - len(row)), len(path) - 1] for path, row in zip(paths, tokens, strict=True)]
     both = of_lists([kept, emitted], device)
     return Accepted(both[0, :, :-1], both[0, :, -1], both[1, :, :-1], both[1, :, -1])
 

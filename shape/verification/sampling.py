@@ -57,6 +57,8 @@ class Sampler:
         warpers: transformers' processors that look at the scores alone, temperature among them.
         processors: per sequence all processors in order, where some look at the text before the token; None otherwise.
         eos_token_ids: forbidden while fewer than ``min_new_tokens`` tokens have been emitted.
+        max_new_tokens: tokens that are emitted at most; None where that is not known. Behind these, and behind an end
+            token, processors are not asked: they may know of nothing to come there.
         coupled: drafts see the target's own noise, and the choice is argmax(log p + g) (rule "match"). Otherwise drafts
             have noise of their own, and ``match`` is rejection sampling.
         one_drawn: of a node's children one is drawn where drafts have noise of their own, and the others are the
@@ -78,6 +80,7 @@ class Sampler:
     one_drawn: bool = False
     static_depth: int | None = None
     static_hashes: Tensor | None = None
+    max_new_tokens: int | None = None
 
     def __post_init__(self) -> None:
         self.commit(self.prompt_lengths)
@@ -275,7 +278,8 @@ class Sampler:
             given = (self._allowed(logits, tree),) if self.greedy else self._decided_by(logits, tree)
             return follow_scores(tree, *given)
         if self.draws or self.node_by_node:
-            return follow(tree, partial(self.choose_at, logits, tree))
+            ends = () if self.processors is None else self.eos_token_ids
+            return follow(tree, partial(self.choose_at, logits, tree), ends, self._wanted())
         return match(tree, self.choose(logits, tree))
 
     def traverse(self, logits: Tensor, tree: TokenTree) -> Accepted:
@@ -285,6 +289,12 @@ class Sampler:
         p = self.tree_scores(logits, tree).softmax(-1)
         q = None if tree.log_q is None else tree.log_q.exp()
         return traverse(tree, p, q, self.uniforms(tree.size), self.residual_noise(p.shape[-1]))
+
+    def _wanted(self) -> list[int] | None:
+        """Of each sequence how many tokens are still to be emitted, where processors must not be asked behind them."""
+        if self.processors is None or self.max_new_tokens is None:
+            return None
+        return (self.prompt_lengths + self.max_new_tokens - self._lengths).tolist()
 
     def _decides_on_host(self, logits: Tensor) -> bool:
         return self.on_host and logits.dtype != torch.float64  # which need not be fast
@@ -332,8 +342,8 @@ class Sampler:
     def tree_scores(self, logits: Tensor, tree: TokenTree) -> Tensor:
         """Scores (B, N, V) at every node after all processors; their softmax is p.
 
-        Processors that look at the text are not asked about texts that they rule out: scores below a token of
-        probability 0 have no meaning.
+        Processors that look at the text are not asked about texts that they rule out, nor about those that are at
+        their end: scores below a token of probability 0 have no meaning, and what is chosen behind an end is dropped.
 
         Args:
             logits: (B, N, V), the target's logits.
@@ -341,11 +351,14 @@ class Sampler:
         if self.processors is None:
             return self.warp(self._forbid_early_eos(logits, tree.depth))
         found = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+        wanted = self._wanted()
         for row, (tokens, parents) in enumerate(zip(tree.tokens.tolist(), tree.parent.tolist(), strict=True)):
             here, paths = torch.tensor([row], device=logits.device), {0: list[int]()}
             for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
                 if node > 0:
-                    if parent not in paths or found[row, parent, token].isneginf():
+                    if parent not in paths or found[row, parent, token].isneginf() or token in self.eos_token_ids:
+                        continue
+                    if wanted is not None and len(paths[parent]) + 1 >= wanted[row]:
                         continue
                     paths[node] = [*paths[parent], token]
                 found[row, node] = self.scores(logits[here, node], [row], len(paths[node]), [paths[node]])[0]

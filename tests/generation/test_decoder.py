@@ -286,19 +286,21 @@ def test_the_joint_test_catches_lossy_rules(tiny_model, rule):
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal", "transport"])
-@pytest.mark.parametrize("name", ["processors", "ends"])
+@pytest.mark.parametrize("name", ["processors", "ends", "both"])
 def test_rules_sample_what_processors_and_ends_leave(tiny_model, name, rule):
     """The same test where no token may come twice in a row, and where texts end early, but not at once."""
+    banning, ending = LogitsProcessorList([Banning()]), {"eos_token_id": [5], "pad_token_id": 0, "min_new_tokens": 1}
     if name == "processors":
-        options = {"logits_processor": LogitsProcessorList([Banning()]), "eos_token_id": []}
+        options = {"logits_processor": banning, "eos_token_id": []}
 
         def banned(text: list[int], emitted: int) -> list[int]:
             return text[-1:]
     else:
-        options = {"eos_token_id": [5], "pad_token_id": 0, "min_new_tokens": 1}
+        options = ending if name == "ends" else {**ending, "logits_processor": banning}
 
         def banned(text: list[int], emitted: int) -> list[int]:
-            return [5] if emitted == 0 else [1, 2, 3, 4, 5] if 5 in text[-emitted:] else []
+            twice = text[-1:] if name == "both" else []
+            return [5, *twice] if emitted == 0 else [1, 2, 3, 4, 5] if 5 in text[-emitted:] else twice
 
     drafter = drafters()["shape wide tree"]()
     model = tiny_model("llama", vocab_size=6)
@@ -367,6 +369,52 @@ def test_every_rule_keeps_to_stops_and_processors(tiny_model, name, rule):
     for text, length in zip(texts, lengths, strict=True):
         assert not {5, 6} & set(text[:length]) and set(text[length:]) <= {0}
         assert not any([a, b] in pairs for a, b in pairwise(text[:length]))
+
+
+ALONE = [rule for rule in RULES if rule != "trs-lossy"]  # those that need no predictor
+
+
+@pytest.mark.parametrize("trace", [False, True])
+@pytest.mark.parametrize("rule", ALONE)
+@pytest.mark.parametrize("stop", ["end", "length"])
+def test_processors_are_not_asked_behind_a_stop(tiny_model, stop, rule, trace):
+    """A constraint that is at its end allows nothing, and transformers raises an error where it is asked. Drafts go on
+    behind the stop, and would be right.
+    """
+    model, batch = tiny_model("llama"), prompts([7, 4])
+    free = new_tokens(ShapeDecoder(model).generate(**batch, max_new_tokens=30, eos_token_id=[]), batch).tolist()
+    later = next(token for token in free[0] if token not in free[0][:5])
+    ends, most = ([later], 20) if stop == "end" else ([], 9)
+    starts = [batch["input_ids"][0].tolist(), batch["input_ids"][1, -4:].tolist()]
+    whole = [text[: next((at for at, token in enumerate(text, 1) if token in ends), most)][:most] for text in free]
+    asked: list[list[int]] = [[], []]
+
+    def allowed(row: int, text: torch.Tensor) -> list[int]:
+        new = text.tolist()[len(starts[row]) :]
+        asked[row].append(len(new))
+        return [] if new == whole[row] else list(range(64))
+
+    options: dict = {"max_new_tokens": most, "eos_token_id": ends, "acceptance": rule, "return_dict_in_generate": True}
+    if rule not in ("match", "unverified-lossy"):
+        options |= {"do_sample": True, "top_k": 1, "seed": 3}  # the same text
+    drafter = OracleDrafter([start + text for start, text in zip(starts, free, strict=True)], depth=6)
+    decoder = ShapeDecoder(model, drafter, fall_back=False)
+    out = decoder.generate(**batch, **options, prefix_allowed_tokens_fn=allowed, trace=trace)
+    found = new_tokens(out.sequences, batch).tolist()
+    assert [own[: len(text)] for own, text in zip(found, whole, strict=True)] == whole
+    for own, text in zip(asked, whole, strict=True):
+        assert sorted({*own}) == list(range(len(text)))
+        assert trace or rule not in ("match", "rejection", "transport") or own == list(range(len(text)))
+    free_of_it = decoder.generate(**batch, **options).stats
+    counts = ("accepted", "drafted", "emitted", "forwards")
+    assert [getattr(out.stats, name) for name in counts] == [getattr(free_of_it, name) for name in counts]
+    if trace:
+        events = [record for record in out.trace.records if record["type"] == "token"]
+        assert sum(record["event"] == "accepted" and record["emitted"] for record in events) == out.stats.accepted
+        assert sum(record["node"] is not None for record in events) == out.stats.drafted
+    plain = {"max_new_tokens": most, "eos_token_id": ends or None, "do_sample": False, "pad_token_id": 0}
+    alone = model.generate(batch["input_ids"][:1], **plain, prefix_allowed_tokens_fn=allowed)
+    assert alone[0, 7:].tolist() == whole[0]
 
 
 def joint_chi_square(model, drafter, acceptance, samples: int = 12_000, banned=None, **options) -> float:

@@ -77,6 +77,28 @@ def test_match_equals_a_walk(case, choosing):
     assert path[0] == 0 and [parent[node] for node in path[1:]] == path[:-1]
 
 
+@given(trees_with_choices(), st.integers(1, 4), st.integers(0, 3))
+@settings(max_examples=300)
+def test_no_choice_is_asked_for_behind_an_end(case, most, end):
+    """Neither behind a token that ends the text, nor behind as many as are wanted: what comes before is the same."""
+    parent, tokens, choices = case
+    tree, asked = TokenTree(torch.tensor([tokens]), torch.tensor([parent])), []
+
+    def choose(rows, nodes, paths):
+        asked.append(paths[0])
+        return [choices[nodes[0]]]
+
+    accepted, walked = follow(tree, choose, [end], [most]), naive_walk(parent, tokens, choices)
+    stop = min([most, *(at for at, token in enumerate(walked, 1) if token == end)])
+    count = int(accepted.counts)
+    assert accepted.tokens[0, :count].tolist() == walked[:stop] and len(asked) == count
+    assert not any(end in path or len(path) >= most for path in asked)
+    assert int(accepted.drafted) == min(stop, len(walked) - 1)  # the last one may have been drafted
+    path = accepted.path[0, : int(accepted.drafted) + 1].tolist()
+    assert path[0] == 0 and [parent[node] for node in path[1:]] == path[:-1]
+    assert [tokens[node] for node in path[1:]] == walked[: len(path) - 1]
+
+
 def test_padding_nodes_are_never_accepted():
     tree = TokenTree(torch.tensor([[5, 1, 1]]), torch.tensor([[-1, -1, -1]]))
     ones = torch.tensor([[1, 1, 1]])
