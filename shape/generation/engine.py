@@ -24,6 +24,7 @@ from shape.generation.stats import DecodeStats
 from shape.generation.trace import Trace
 from shape.target.inference import all_steps, each_step, evaluating, gradientless, host_by_default
 from shape.target.model import Target
+from shape.target.prepack import count_unseen
 from shape.target.support import Support
 from shape.verification.probe import support_of
 
@@ -125,9 +126,10 @@ class Engine:
         stats = DecodeStats.of(len(request.prompts), "none" if drafter is None else drafter.name, rule)
         keys = request.keys(seed)
         record = Trace() if trace else None
-        groups = self._groups(request, drafter)
+        groups, networks = self._groups(request, drafter), evaluating(self._networks)
 
         def pieces() -> Pieces:
+            count_unseen(networks.modules)
             new: dict[int, list[int]] = {}
             for group in groups:
                 sequences, sampler = request.sequences(group), request.sampler(group, keys, rule)
@@ -151,7 +153,7 @@ class Engine:
             return ShapeOutput(whole, stats, record)
 
         within = each_step if stepwise else all_steps
-        return within(host_by_default(), within(evaluating(self._networks), pieces()))
+        return within(host_by_default(), within(networks, pieces()))
 
     def _groups(self, request: Request, drafter: Drafter | None) -> list[list[int]]:
         """The sequences that are decoded in one batch; one at a time on targets that can only verify chains, and with

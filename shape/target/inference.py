@@ -1,6 +1,6 @@
 """The modes that forwards run in where nothing is trained. A network that is handed over stays as its owner has it."""
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
@@ -120,6 +120,11 @@ class evaluating(AbstractContextManager[None]):
             modules = list(network.modules())
             with _LOCK:
                 self._parts.append((_HELD.setdefault(modules[0], _Held()), modules))
+
+    @property
+    def modules(self) -> Iterator[nn.Module]:
+        """Of all of them."""
+        return chain.from_iterable(modules for _, modules in self._parts)
 
     def __enter__(self) -> None:
         with _LOCK:

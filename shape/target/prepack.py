@@ -10,13 +10,14 @@ Blocks are those of our own kernels (``shape.target.floats``), which for the tok
 or faster wherever both were measured (two cores with AVX-512, and with AMX); else oneDNN's.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from typing import Any
 
 import psutil
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from transformers.pytorch_utils import Conv1D
 
 from shape.target import floats
@@ -24,6 +25,7 @@ from shape.target.inference import state_of
 
 _EXPECTED_TOKENS = 16  # for which the layout is chosen; measured to be as good for one and for hundreds
 _SHARE = 0.5  # of the free memory that copies may take where nobody asked for them
+_SEEN = 16  # numbers of a weight that are looked at
 
 if torch.backends.mkldnn.is_available():
     _BLOCKS, _PRODUCT = torch.ops.mkldnn._reorder_linear_weight.default, torch.ops.mkldnn._linear_pointwise.default
@@ -34,7 +36,7 @@ class PrepackedForward:
 
     Where the copy does not serve (gradients, autocast, other devices and dtypes, compilation) the layer does what it
     always does. The copy is made at the first call, and again where the weight has changed since; writing into
-    ``weight.data`` in place is the one change that PyTorch does not count.
+    ``weight.data`` in place is the one change that PyTorch does not count (see ``count_unseen``).
 
     Args:
         layer: nn.Linear, or transformers' Conv1D, which has its weight transposed.
@@ -46,6 +48,7 @@ class PrepackedForward:
         self._kept: tuple[Tensor | None, ...] = ()  # as they were, so that no others can come to lie where they lay
         self._blocks: Tensor | None = None
         self._packed: floats.Packed | None = None
+        self._seen: tuple[Tensor, Tensor] | None = None  # some of the weight's numbers, and as they were
 
     def __call__(self, x: Tensor) -> Tensor:
         parameters = self._layer._parameters  # without a module's search for names, which every call would pay for
@@ -70,14 +73,27 @@ class PrepackedForward:
             self._made_of = made_of  # not before: another thread would take what is not packed yet
         return self._packed
 
+    def holds(self) -> bool:
+        """Whether the copy is of the weight's numbers as they are, as far as a glance at some can tell."""
+        seen = self._seen  # which another thread may renew
+        return seen is None or torch.equal(*seen)
+
+    def count_change(self) -> None:
+        """Say that the weight was written to."""
+        self._seen = None
+        if (weight := self._layer._parameters.get("weight")) is not None:
+            increment_version(weight)
+
     def _stock(self, x: Tensor) -> Tensor:
         return type(self._layer).forward(self._layer, x)
 
     def _make(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._kept, self._blocks, self._packed = (weight.detach(), bias), None, None
+        self._kept, self._blocks, self._packed, self._seen = (weight.detach(), bias), None, None, None
         if not weight.is_cpu or not multiplies(weight.dtype):  # it may have changed
             return
         rows = weight.detach()
+        some = rows.diagonal()[:: max(1, min(rows.shape) // _SEEN)]
+        self._seen = some, some.clone()
         rows = rows.T.contiguous() if isinstance(self._layer, Conv1D) else rows
         with torch.inference_mode(False):  # else it could not be used without
             if floats.supports(weight.dtype):
@@ -89,7 +105,7 @@ class PrepackedForward:
         copied = PrepackedForward(deepcopy(self._layer, memo))
         # These serve where the weight is shared.
         copied._made_of, copied._kept = self._made_of, self._kept
-        copied._blocks, copied._packed = self._blocks, self._packed
+        copied._blocks, copied._packed, copied._seen = self._blocks, self._packed, self._seen
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -118,6 +134,18 @@ def unpack(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(vars(module).get("forward"), PrepackedForward):
             del module.forward
+
+
+def count_unseen(modules: Iterable[nn.Module]) -> None:
+    """Count what was written to prepacked weights where PyTorch does not count it, so that all that was made of them
+    is made anew: adapters that are merged or taken out again are added to ``weight.data``. Some numbers of every weight
+    are looked at, since the layer in which an adapter was is gone where it was merged for good.
+    """
+    found = (vars(module).get("forward") for module in modules)
+    forwards = [one for one in found if isinstance(one, PrepackedForward)]
+    if not all(map(PrepackedForward.holds, forwards)):
+        for one in forwards:  # where one was written to, others may have been that do not show it
+            one.count_change()
 
 
 def is_prepacked(model: nn.Module) -> bool:

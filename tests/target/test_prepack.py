@@ -16,7 +16,7 @@ import shape.target.prepack
 from shape import bundled
 from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target
-from shape.target.prepack import PrepackedForward, multiplies, prepack
+from shape.target.prepack import PrepackedForward, count_unseen, multiplies, prepack
 
 pytestmark = pytest.mark.skipif(not multiplies(torch.float32), reason="this build of torch has no oneDNN")
 
@@ -78,6 +78,84 @@ def test_a_weight_that_changes_is_noticed():
     for there, back in ((torch.float64, torch.float32), (torch.bfloat16, torch.float32)):
         assert_same(packed.to(there), other.to(there))
         assert_same(packed.to(back), other.to(back))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_pytorch_does_not_count_is_seen_at_a_glance(mode):
+    stock, packed = layers(), layers()
+    prepack(packed)
+    assert_same(packed, stock)
+    for at in (0, 2, 3):
+        for model in (stock, packed):
+            model[at].weight.data += 0.5
+        assert used(packed)  # as far as anybody could know
+        with mode():
+            count_unseen(packed.modules())
+        assert not used(packed)
+        assert_same(packed, stock)
+        made = [one.forward._made_of for one in (packed[0], packed[2], packed[3])]
+        count_unseen(packed.modules())
+        assert_same(packed, stock)
+        assert made == [one.forward._made_of for one in (packed[0], packed[2], packed[3])]  # not again
+
+
+class Adapter(nn.Module):
+    """A layer beside another one, merged as PEFT merges its own: by a sum within ``weight.data``."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer, self.merged_adapters = base, list[str]()
+        self.delta = torch.randn(base.weight.shape, generator=torch.Generator().manual_seed(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.base_layer(x)
+        return found if self.merged_adapters else found + x @ self.delta.T
+
+    def merge(self) -> nn.Linear:
+        self.base_layer.weight.data += self.delta
+        self.merged_adapters.append("default")
+        return self.base_layer
+
+    def unmerge(self) -> nn.Linear:
+        self.base_layer.weight.data -= self.delta
+        self.merged_adapters.clear()
+        return self.base_layer
+
+
+def test_adapters_that_are_merged_are_noticed_by_the_next_call():
+    decoder = ShapeDecoder.from_pretrained("quickstart-shape", dtype="float32", prepacked=True)
+    plain = AutoModelForCausalLM.from_pretrained(bundled.resolve("quickstart-target"), dtype=torch.float32)
+    ids = decoder.target.encode([{"role": "user", "content": "Book a table for two."}])
+    options = {"max_new_tokens": 24, "do_sample": False}
+    bare = plain.generate(ids, **options)
+    adapter = Adapter(plain.model.layers[0].mlp.down_proj)
+    adapter.merge()
+    adapted = plain.generate(ids, **options)
+    assert not torch.equal(bare, adapted)
+
+    mlp, say = decoder.target.model.model.layers[0].mlp, decoder.session()
+    adapter = Adapter(mlp.down_proj)
+
+    def answers() -> torch.Tensor:
+        out = say(ids, torch.ones_like(ids), **options, return_dict_in_generate=True)
+        assert out.stats.reused_tokens == 0
+        assert torch.equal(out.sequences, decoder.generate(ids, **options))
+        return out.sequences
+
+    assert torch.equal(answers(), bare)
+    mlp.down_proj = adapter
+    assert torch.equal(answers(), adapted)
+    adapter.merge()
+    assert torch.equal(answers(), adapted)
+    adapter.unmerge()
+    assert torch.equal(answers(), adapted)
+    mlp.down_proj = adapter.merge()  # for good
+    assert torch.equal(answers(), adapted)
+    mlp.down_proj = adapter.unmerge()
+    assert torch.equal(answers(), bare)
+    mlp.down_proj = adapter.merge()  # between two calls, neither of which saw the adapter
+    assert torch.equal(answers(), adapted)
+    assert say(ids, torch.ones_like(ids), **options, return_dict_in_generate=True).stats.reused_tokens > 0
 
 
 def test_copies_of_a_model_are_their_own():
