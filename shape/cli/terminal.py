@@ -203,8 +203,7 @@ def generate(options: GenerateOptions) -> None:
         prepare_file(options.trace)
     disable_progress_bar()  # transformers', beside an answer
     decoder, console = load(options), Console(highlight=False)
-    if options.misses is None:  # what it does not know of a text that nobody asked for is no miss
-        decoder.warm_up(**generation_options(options))  # the figures below an answer are about answers
+    decoder.warm_up(**generation_options(options))  # the figures below an answer are about answers
     if interactive:
         chat(decoder, options, console)
     else:

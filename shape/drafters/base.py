@@ -115,6 +115,9 @@ class Drafter(ABC):
         else:
             raise ConfigError(f"drafter {self.name} has no draft length; leave num_draft_tokens out")
 
+    def forget_misses(self) -> None:
+        """Write down nothing of what was not known; for drafters that are not in use yet."""
+
     @property
     def text_sizes(self) -> tuple[int, int] | None:
         """Of drafters that look at nothing but ``Committed.texts``: how many nodes a draft has at most, and how many of
@@ -206,6 +209,9 @@ class Wrapped(Drafter):
         other = copy(self)
         other.inner = self.inner.reproducible()
         return other
+
+    def forget_misses(self) -> None:
+        self.inner.forget_misses()
 
     def bind(self, target: Target) -> None:
         self.inner.bind(target)

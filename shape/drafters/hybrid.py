@@ -76,6 +76,10 @@ class HybridDrafter(Drafter):
         for drafter in self.drafters:
             drafter.limit_draft(num_draft_tokens)
 
+    def forget_misses(self) -> None:
+        for drafter in self.drafters:
+            drafter.forget_misses()
+
     def bind(self, target: Target) -> None:
         for drafter in self.drafters:
             drafter.bind(target)

@@ -222,8 +222,10 @@ class StepCosts:
     def break_even(self, context: int) -> float:
         """Tokens that a drafted step has to commit to be worth its time, where both kinds are known."""
         length_class = self._length_class(context)
-        drafted, autoregressive = (self._times[length_class, each].median for each in (True, False))
-        assert drafted is not None and autoregressive is not None
+        known = (self._times.get((length_class, each)) for each in (True, False))
+        drafted, autoregressive = (None if times is None else times.median for times in known)
+        if drafted is None or autoregressive is None:  # another thread begins to measure anew
+            return 1.0
         return drafted / autoregressive
 
     def _length_class(self, context: int) -> int:

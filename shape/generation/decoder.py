@@ -1,6 +1,6 @@
 """ShapeDecoder: ``generate`` with the meaning of ``model.generate``, several tokens per target forward."""
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
@@ -31,12 +31,13 @@ from shape.generation.pipeline import DraftingPipeline
 from shape.generation.prefill import Memory
 from shape.generation.request import Prepared, Request, Seed
 from shape.generation.rules import Rule, make_rule
+from shape.generation.served import as_long_as_answers, ends_of
 from shape.networks.export import export
-from shape.target.chat import spoken, thinks
+from shape.target.chat import spoken
+from shape.target.prepack import unpack
 
 _EOS_AWARE_TOKENS = 4
 _WARM_UP_TOKENS = 16  # enough for a few steps
-_ANSWER = {False: 512, True: 4096}  # tokens at most, where nobody says how many; True: of targets that reason first
 
 
 class ShapeDecoder(Engine):
@@ -45,8 +46,8 @@ class ShapeDecoder(Engine):
     Args:
         target: a causal LM from transformers, or a Target. The model decodes in evaluation mode and without gradients,
             and is otherwise left in the modes, and with the ``requires_grad``, that its owner gives it.
-        drafter: a Drafter, the name of one that needs no training ("ngram"), or None for autoregressive decoding in the
-            same loop.
+        drafter: a Drafter, which drafts for this target alone from now on, the name of one that needs no training
+            ("ngram"), or None for autoregressive decoding in the same loop.
         tokenizer: the target's; only needed where text goes in or out.
         fall_back: decode autoregressively for a while where drafting does not pay, and on a CPU verify no more of a
             draft than is worth it (see ``generation.control``): by the times measured on the way. A number is an
@@ -143,7 +144,7 @@ class ShapeDecoder(Engine):
         options |= {"tokenizer": tokenizer, "dtype": dtype, "device_map": device_map}
         loaded, chosen = load_pair(source, target, predictor, drafts, predictor_revision, prepacked, **options)
         made = cls(loaded, own or chosen, fall_back=fall_back, graphs=graphs)
-        made._made_target = loaded is not source and loaded is not target
+        made._made_target, made._made_drafter = loaded is not source and loaded is not target, own is None
         return made
 
     def save_pretrained(self, directory: str | Path) -> None:
@@ -179,14 +180,17 @@ class ShapeDecoder(Engine):
             return str(hub.upload_folder(repo_id=repo_id, folder_path=folder, **options))
 
     def close(self) -> None:
-        """Take from the model what was attached to it (prepacked layers), and forget captured steps.
+        """Take from the model, and from a drafter that was loaded here, what was attached to them (prepacked layers),
+        and forget captured steps.
 
-        The model stays as usable as it was; the decoder is at its end. A Target that was handed over may serve other
-        decoders, and has a ``close`` of its own; so has a FixedSteps. A decoder is closed at the end of a ``with``
-        block too.
+        The model stays as usable as it was; the decoder is at its end, and its memory is free as soon as nobody has it,
+        without Python's collector. A Target that was handed over may serve other decoders, and has a ``close`` of its
+        own; so has a FixedSteps. A decoder is closed at the end of a ``with`` block too.
         """
         if self._made_target:
             self.target.close()
+        for network in self.drafter.networks if self.drafter is not None and self._made_drafter else ():
+            unpack(network)
         if self.graphs is not None and self._made_graphs:
             self.graphs.close()
         self.graphs, self._closed = None, True
@@ -225,7 +229,7 @@ class ShapeDecoder(Engine):
             options["eos_token_id"] = []
         for rows in [batch_size] if self.graphs is None else buckets(batch_size):
             given = torch.zeros(rows, prompt_length, dtype=torch.int64, device=self.target.device)
-            pieces = self._start(given, torch.ones_like(given), **options)
+            pieces = self._start(given, torch.ones_like(given), warming=True, **options)
             for _ in islice(pieces, rows * _WARM_UP_TOKENS):
                 pass
             pieces.close()
@@ -260,12 +264,13 @@ class ShapeDecoder(Engine):
             attention_mask: (B, L); None infers padding from the pad token as transformers does.
             generation_config: None takes the target's; options given by name go before it.
             inputs: another name of input_ids, as for transformers.
-            seed: of the sampling noise, one integer (also numpy's or torch's) or one per prompt; None draws one from
-                torch's global generator.
+            seed: of the sampling noise, one integer (also numpy's or torch's), whose samples depend on a prompt's place
+                in the batch too, or one per prompt; None draws one from torch's global generator.
             reproducible: whether what is drafted, and with it the sizes of forwards, depends on nothing but this call,
-                neither on the clock nor on earlier calls: then the same call on the same machine gives the same tokens
-                in every dtype. None does so where a seed is given. Without it two runs in bfloat16 may differ where two
-                tokens are nearly as likely. Samples of rules that depend on the drafts always are.
+                neither on the clock nor on earlier calls (a session's apart): then the same call on the same machine
+                gives the same tokens in every dtype. None does so where a seed is given. Without it two runs in
+                bfloat16 may differ where two tokens are nearly as likely. Samples of rules that depend on the drafts
+                always are.
             streamer: gets the prompt, then new tokens as they are committed; one sequence only. Ended on errors too.
             acceptance: a rule, or its name among ``shape.generation.rules.RULES``: "match"; "rejection", "traversal"
                 and "transport", lossless too, whose samples depend on the drafter as well as on the seed; the lossy
@@ -280,7 +285,8 @@ class ShapeDecoder(Engine):
             options: those of ``model.generate`` that greedy search and sampling have (see
                 ``shape.generation.served``), prepared by transformers itself; also logits_processor, stopping_criteria
                 and prefix_allowed_tokens_fn. These see one prompt as it is given, as in transformers, and each of
-                several without padding; criteria get int64 ids on the target's device.
+                several without padding; criteria get int64 ids on the target's device. A processor with a state of its
+                own (a grammar's) serves one sequence, by rule "match", "rejection" or "transport", without a trace.
 
         Raises:
             UnsupportedGeneration: an option, an input of the model, a token or a prompt that cannot be served, before
@@ -325,28 +331,15 @@ class ShapeDecoder(Engine):
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         ids = self.target.encode(messages, chat_template_kwargs)
-        out = self.generate(ids, torch.ones_like(ids), **self._as_long_as_answers(ids, options))
+        out = self.generate(ids, torch.ones_like(ids), **as_long_as_answers(self.target, ids, options))
         tokens, length = (out if isinstance(out, Tensor) else out.sequences)[0].tolist(), ids.shape[1]
-        prompt, answer = tokens[:length], self.target.before_end(tokens[length:])
+        prompt, answer = tokens[:length], self.target.before_end(tokens[length:], ends_of(self.target, options))
         return spoken(answer, prompt, self.tokenizer, chat_template_kwargs)
-
-    def _as_long_as_answers(self, ids: Tensor, options: dict[str, Any]) -> dict[str, Any]:
-        """Options for text behind ids (1, L), of which transformers' default length is no answer's."""
-        given = options.get("generation_config")
-        configs = given, self.target.model.generation_config
-        if any(getattr(config, "max_new_tokens", None) for config in configs) or getattr(given, "max_length", None):
-            return options  # the target's own max_length is no answer's: old files have 20 there
-        if {"max_new_tokens", "max_length"} & options.keys():
-            return options
-        longest = _ANSWER[thinks(ids[0].tolist(), self.tokenizer)]
-        if self.target.max_positions is not None:
-            longest = max(1, min(longest, self.target.max_positions - ids.shape[1]))
-        return {**options, "max_new_tokens": longest}
 
     @overload
     def stream(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any
-    ) -> Iterator[list[int]]: ...
+    ) -> Generator[list[int], None, None]: ...
 
     @overload
     def stream(
@@ -355,7 +348,7 @@ class ShapeDecoder(Engine):
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
-    ) -> Iterator[str]: ...
+    ) -> Generator[str, None, None]: ...
 
     def stream(
         self,
@@ -364,7 +357,7 @@ class ShapeDecoder(Engine):
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
-    ) -> Iterator[list[int]] | Iterator[str]:
+    ) -> Generator[list[int], None, None] | Generator[str, None, None]:
         """Continue one prompt, giving new tokens as they are committed: ids for ids, text for text.
 
         Decoding takes place in the loop that asks for more: leaving the loop ends it, and errors appear there. Several
@@ -385,19 +378,21 @@ class ShapeDecoder(Engine):
         if isinstance(input_ids, Tensor):
             return streams.ids(self._start(input_ids, attention_mask, streaming=True, stepwise=True, **options))
         ids = self.target.encode(input_ids, chat_template_kwargs)
-        options = self._as_long_as_answers(ids, options)
+        options = as_long_as_answers(self.target, ids, options)
         tokens = streams.ids(self._start(ids, torch.ones_like(ids), streaming=True, stepwise=True, **options))
         return streams.text(tokens, self.tokenizer)
 
     @overload
     def astream(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any
-    ) -> AsyncIterator[list[int]]: ...
+    ) -> AsyncGenerator[list[int], None]: ...
 
     @overload
-    def astream(self, input_ids: str | Sequence[Mapping[str, Any]], **options: Any) -> AsyncIterator[str]: ...
+    def astream(self, input_ids: str | Sequence[Mapping[str, Any]], **options: Any) -> AsyncGenerator[str, None]: ...
 
-    def astream(self, input_ids: Any, attention_mask: Tensor | None = None, **options: Any) -> AsyncIterator[Any]:
+    def astream(
+        self, input_ids: Any, attention_mask: Tensor | None = None, **options: Any
+    ) -> AsyncGenerator[Any, None]:
         """``stream`` for ``async for``: each step is computed in a worker thread, and the event loop stays free."""
         return streams.in_threads(self.stream(input_ids, attention_mask=attention_mask, **options))
 
@@ -422,7 +417,8 @@ class ShapeDecoder(Engine):
             first = say(ids, max_new_tokens=64)
             second = say(torch.cat([first, more], dim=1), max_new_tokens=64)  # only `more` goes through the target
 
-        Tokens are those of ``generate`` without a session. The cache lives as long as the session.
+        Tokens are those of ``generate`` without a session, but for near-ties in bfloat16, which depend on how much goes
+        through the target at a time. The cache lives as long as the session.
         """
         return partial(self.generate, memory=Memory())
 
@@ -475,6 +471,7 @@ class ShapeDecoder(Engine):
         eos_aware: bool = False,
         memory: Memory | None = None,
         trace: bool = False,
+        warming: bool = False,
         **options: Any,
     ) -> Pieces:
         """A call of ``generate``, computed as it is iterated over; its mistakes are raised here.
@@ -482,6 +479,7 @@ class ShapeDecoder(Engine):
         Args:
             streaming: who gets the tokens follows one sequence.
             stepwise: between two steps networks are as their owner has them, who may do with them what he likes.
+            warming: nobody asked for the text, and no drafter writes down what it did not know of it.
         """
         num_draft_tokens = draft_length(options)
         if num_draft_tokens is not None and (not isinstance(num_draft_tokens, int) or num_draft_tokens < 0):
@@ -495,6 +493,5 @@ class ShapeDecoder(Engine):
             )
         if reproducible is None:
             reproducible = seed is not None
-        return self._decode(
-            request, input_ids, seed, reproducible, streaming, stepwise, acceptance, memory, trace, num_draft_tokens
-        )
+        how = streaming, stepwise, acceptance, memory, trace, num_draft_tokens, warming
+        return self._decode(request, input_ids, seed, reproducible, *how)

@@ -80,6 +80,7 @@ class Engine:
         self.graphs = (FixedSteps() if graphs else None) if isinstance(graphs, bool) else graphs
         self._step_costs: dict[tuple[int, bool], StepCosts] = {}  # by batch size, and whether by fixed steps
         self._made_target, self._made_graphs = not isinstance(target, Target), isinstance(graphs, bool)
+        self._made_drafter = False
         self._closed = self._told = False
 
     @property
@@ -99,6 +100,7 @@ class Engine:
         memory: Memory | None = None,
         trace: bool = False,
         num_draft_tokens: int | None = None,
+        warming: bool = False,
     ) -> Pieces:
         if self._closed:
             raise UnsupportedGeneration("this decoder was closed, and generates no more; make a new one of its target")
@@ -123,6 +125,8 @@ class Engine:
             drafter = drafter.reproducible() if reproducible else copy(drafter)
             if num_draft_tokens is not None:
                 drafter.limit_draft(num_draft_tokens)
+            if warming:
+                drafter.forget_misses()
         stats = DecodeStats.of(len(request.prompts), "none" if drafter is None else drafter.name, rule)
         keys = request.keys(seed)
         record = Trace() if trace else None

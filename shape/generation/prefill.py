@@ -36,8 +36,8 @@ class Memory:
 
     def take(self, prompt: list[int], switched: bool, width: int, computed_by: int) -> tuple[KVCache, Tensor] | None:
         """Cache and states, cut to what they have in common with a prompt; None where that is nothing, as it is with
-        a prompt that has the other rotary table, where states of another width are asked for (of other layers), and
-        where the target has changed.
+        a prompt that has the other rotary table, where states of another width are asked for (of other layers), where
+        the target has changed, and where they were made within ``torch.inference_mode`` and could not be written to.
 
         They leave the memory, so that a call that breaks off leaves none rather than a wrong one.
         """
@@ -49,7 +49,7 @@ class Memory:
         common = common_length(tokens, prompt[:-1])
         if cache is None or hidden is None or common == 0 or not alike or not cache.can_hold(common):
             return None
-        if hidden.shape[-1] != width:
+        if hidden.shape[-1] != width or not (torch.is_inference_mode_enabled() or _writable(cache)):
             return None
         cache.set_lengths([common])
         cache.checked_by = None
@@ -57,6 +57,12 @@ class Memory:
 
     def keep(self, tokens: list[int], hidden: Tensor | None, cache: KVCache | None, switched: bool) -> None:
         self.tokens, self.hidden, self.cache, self.switched = tokens, hidden, cache, switched
+
+
+def _writable(cache: KVCache) -> bool:
+    """Whether a cache can be gone on with outside of ``torch.inference_mode``."""
+    held = (one for layer in cache.layers for one in vars(layer).values() if isinstance(one, Tensor))
+    return not any(map(Tensor.is_inference, held))
 
 
 def commit_prompts(

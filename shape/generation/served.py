@@ -4,14 +4,16 @@ import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, SupportsFloat
 
 import numpy as np
+from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
 
 from shape.data.backends import in_words
 from shape.errors import UnsupportedGeneration
 from shape.generation.prompts import require_tokens
+from shape.target.chat import thinks
 from shape.target.model import Target
 from shape.target.support import CACHE_NAMES
 
@@ -71,6 +73,8 @@ _SLOW: dict[str, Any] = {
     ),
 }  # fmt: skip
 _SLOW_IN_SAMPLING: dict[str, Any] = {"eta_cutoff": 0.0, "top_h": None}
+
+_ANSWER = {False: 512, True: 4096}  # tokens at most, where nobody says how many; True: of targets that reason first
 
 # Every option of transformers' generate, and what it is where nobody says.
 _KNOWN = GenerationConfig().to_dict() | NEUTRAL_VALUES
@@ -150,14 +154,37 @@ def refuse(target: Target, given: dict[str, Any]) -> None:
     for name in ("forced_bos_token_id", "forced_eos_token_id"):
         if (forced := given.get(name)) is not None:
             require_tokens(target, forced if isinstance(forced, list) else [forced], f"{name} is")
-    if given.get("do_sample") and not float(given.get("temperature", 1.0)) > 0.0:
+    heat = given.get("temperature", 1.0)
+    if given.get("do_sample") and not (isinstance(heat, SupportsFloat) and float(heat) > 0.0):
         raise UnsupportedGeneration(
-            f"temperature {given['temperature']} cannot be sampled at; leave do_sample off to decode greedily"
+            f"temperature {heat} cannot be sampled at; give a number above 0, or leave do_sample off to decode greedily"
         )
     for name in ("max_new_tokens", "num_return_sequences"):
         count = given.get(name, 1)
         if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
             raise UnsupportedGeneration(f"{name} is {count!r}; it must be at least 1 and an integer")
+
+
+def as_long_as_answers(target: Target, ids: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+    """Options for text behind ids (1, L), of which transformers' default length is no answer's."""
+    given = options.get("generation_config")
+    configs = given, target.model.generation_config
+    if any(getattr(config, "max_new_tokens", None) for config in configs) or getattr(given, "max_length", None):
+        return options  # the target's own max_length is no answer's: old files have 20 there
+    if any(options.get(name) is not None for name in ("max_new_tokens", "max_length")):
+        return options
+    longest = _ANSWER[thinks(ids[0].tolist(), target.tokenizer)]
+    if target.max_positions is not None:
+        longest = max(1, min(longest, target.max_positions - ids.shape[1]))
+    return {**options, "max_new_tokens": longest}
+
+
+def ends_of(target: Target, options: Mapping[str, Any]) -> list[int]:
+    """The end tokens of a call with these options."""
+    configs = options.get("generation_config"), target.model.generation_config
+    said = [one for config in configs if (one := getattr(config, "eos_token_id", None)) is not None]
+    ends = options.get("eos_token_id") if "eos_token_id" in options else next(iter(said), target.eos_token_ids)
+    return [] if ends is None else np.ravel(ends).tolist()
 
 
 def with_stop_strings(

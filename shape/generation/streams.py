@@ -1,7 +1,7 @@
 """What is decoded, while it is decoded: iterators over token ids or text, for a loop or an event loop."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -12,13 +12,13 @@ from transformers.generation.streamers import BaseStreamer
 T = TypeVar("T")
 
 
-def ids(steps: Iterable[tuple[int, list[int]]]) -> Iterator[list[int]]:
+def ids(steps: Iterable[tuple[int, list[int]]]) -> Generator[list[int], None, None]:
     """The token ids of a single sequence, step by step."""
     for _, tokens in steps:
         yield tokens
 
 
-def text(tokens: Iterable[list[int]], tokenizer: Any) -> Iterator[str]:
+def text(tokens: Iterable[list[int]], tokenizer: Any) -> Generator[str, None, None]:
     """The text of token ids without special tokens, in pieces that later tokens cannot change.
 
     What can be shown is for transformers' TextStreamer to say: whole words, finished lines and CJK characters.
@@ -36,7 +36,7 @@ def text(tokens: Iterable[list[int]], tokenizer: Any) -> Iterator[str]:
     yield from ready()
 
 
-async def in_threads(pieces: Iterator[T]) -> AsyncIterator[T]:
+async def in_threads(pieces: Iterator[T]) -> AsyncGenerator[T, None]:
     """An iterator as an asynchronous one, each step of it in a worker thread, in order, and only when asked for.
 
     A task that is cancelled leaves at most the step under way, which the thread finishes.

@@ -3,7 +3,7 @@
 import json
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from inspect import signature
@@ -78,6 +78,8 @@ def render(
 
 
 def _require_objects(messages: Sequence[Message | Mapping[str, Any]]) -> None:
+    if not isinstance(messages, Iterable):
+        raise DataError(f"the messages are {messages!r}; give a text, or objects with role and content")
     if strange := [message for message in messages if not isinstance(message, Message | Mapping)]:
         raise DataError(f"a message is {strange[0]!r}; give objects with role and content")
 

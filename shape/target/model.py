@@ -457,10 +457,10 @@ class Target:
         """
         return answer_message(self.before_end(answer), self.tokenizer, chat_template_kwargs).chat
 
-    def before_end(self, answer: list[int]) -> list[int]:
-        """What of an answer comes before its end token, if it has one."""
-        ends = set(self.eos_token_ids)
-        return list(takewhile(lambda token: token not in ends, answer))
+    def before_end(self, answer: list[int], ends: Sequence[int] | None = None) -> list[int]:
+        """What of an answer comes before its end token, if it has one; None stands for the target's."""
+        stops = set(self.eos_token_ids if ends is None else ends)
+        return list(takewhile(lambda token: token not in stops, answer))
 
     def __repr__(self) -> str:
         return f"Target({self.name}, hidden_size={self.hidden_size}, vocab_size={self.vocab_size}, {self.precision})"

@@ -1,6 +1,8 @@
 """The cost model: the closed form against simulation, measured costs, and what is learned while decoding."""
 
 import random
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -95,3 +97,17 @@ def test_times_are_a_line_through_medians():
     for _ in range(8):
         times.add(10, 1.5)
     assert times.line == pytest.approx((1.0, 0.05), rel=1e-3)
+
+
+def test_calls_side_by_side_may_verify_trees_of_new_sizes():
+    times, interval = VerificationTimes(), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            new = thread.submit(lambda: [times.add(nodes, 1.0) for nodes in range(3, 3000)])
+            while not new.done():
+                for nodes in range(3):
+                    times.add(nodes, 1.0)
+            new.result()
+    finally:
+        sys.setswitchinterval(interval)

@@ -36,6 +36,27 @@ def test_chat_gives_the_answer_as_text(tiny_target):
         ShapeDecoder(Target(tiny_target.model)).chat("Say something.")
 
 
+def test_chat_ends_where_the_call_ends(tiny_model, tiny_tokenizer):
+    model = tiny_model("llama", torch.float32, seed=1, vocab_size=len(tiny_tokenizer))
+    decoder, length = ShapeDecoder(Target(model, tiny_tokenizer)), {"max_new_tokens": 20}
+    ids = decoder.target.encode([{"role": "user", "content": "Say something."}])
+    free = decoder.generate(ids, **length, eos_token_id=[])[0, ids.shape[1] :].tolist()
+    first, second = sorted({free.index(token) for token in free})[3:5]
+
+    def said(count: int) -> str:
+        return tiny_tokenizer.decode(free[:count], skip_special_tokens=True)
+
+    for end in (free[first], [free[first]], torch.tensor([free[first]])):
+        assert decoder.chat("Say something.", **length, eos_token_id=end) == said(first)
+    config = GenerationConfig(**length, eos_token_id=free[first])
+    assert decoder.chat("Say something.", generation_config=config) == said(first)
+    assert decoder.chat("Say something.", generation_config=config, eos_token_id=free[second]) == said(second)
+    for end in (second, first):
+        model.generation_config.eos_token_id = free[end]
+        assert decoder.chat("Say something.", **length) == said(end)
+        assert decoder.chat("Say something.", **length, eos_token_id=[]) == said(20)
+
+
 def test_what_slows_down_and_nobody_asked_for_is_told_once(tiny_model, tiny_tokenizer):
     """Many instruct models have a penalty in their generation config, which measurements switch off."""
     model = tiny_model("llama", seed=3, vocab_size=len(tiny_tokenizer))
@@ -88,10 +109,11 @@ def test_answers_have_a_length_where_nobody_says_one(tiny_target, tiny_model, ti
     rooms = [tiny_target.max_positions - tiny_target.encode(one).shape[1] for one in given]
     monkeypatch.setattr(decoder, "_start", lambda *given, **options: asked.append(options) or start(*given, **options))
     configs = [{"generation_config": GenerationConfig(**one)} for one in ({"max_new_tokens": 3}, {"max_length": 90})]
-    for options in ({"eos_token_id": 0}, {"max_length": 90}, *configs):
+    unsaid = {"eos_token_id": 0}, {"max_new_tokens": None}, {"max_length": None, "eos_token_id": 0}
+    for options in (*unsaid, {"max_length": 90}, *configs):
         decoder.chat("Say something.", **options)
         list(decoder.stream("Say something.", **options))
-    assert [one.get("max_new_tokens") for one in asked] == [*rooms, *[None] * 6]
+    assert [one.get("max_new_tokens") for one in asked] == [*rooms * 3, *[None] * 6]
 
 
 @pytest.mark.parametrize(
@@ -100,6 +122,7 @@ def test_answers_have_a_length_where_nobody_says_one(tiny_target, tiny_model, ti
         (lambda decoder: decoder.chat(["Hello"]), "a message is 'Hello'; give objects with role and content"),
         (lambda decoder: decoder.chat({"role": "user", "content": "x"}), "a message is 'role'"),
         (lambda decoder: next(decoder.stream([1, 2, 3])), "a message is 1"),
+        (lambda decoder: decoder.chat(5), "the messages are 5; give a text, or objects with role and content"),
         (
             lambda decoder: decoder.generate(torch.tensor([[5]]), generation_config={"max_new_tokens": 5}),
             "generation_config is a dict; give a GenerationConfig",

@@ -927,6 +927,7 @@ def bad_requests() -> dict[str, tuple[dict, str]]:
         "rule": ({"acceptance": "typical"}, "acceptance rule 'typical' is unknown"),
         "trs": ({"acceptance": "trs-lossy"}, "needs the k\\^N trees"),
         "cold": ({"do_sample": True, "temperature": 0.0}, "leave do_sample off"),
+        "hot": ({"do_sample": True, "temperature": "hot"}, "temperature hot cannot be sampled at; give a number"),
         "cache": ({"cache_implementation": "quantized"}, "rounds keys and values"),
         "copies": ({"num_return_sequences": 2}, "`num_return_sequences` different than 1"),
         "seeds": ({"do_sample": True, "seed": [1, 2]}, "2 seeds are given for 1 prompts"),

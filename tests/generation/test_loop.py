@@ -1,10 +1,12 @@
+from contextlib import nullcontext
 from statistics import median
 from time import perf_counter, sleep
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import BASELINES, FAMILIES, predictor, prompts
+from helpers import BASELINES, FAMILIES, predictor, prompts, tiny_config
+from transformers import AutoModelForCausalLM
 
 from shape.drafters import NgramDrafter, TrainedDrafter, TreeShape
 from shape.drafters.base import Wrapped
@@ -58,6 +60,26 @@ def test_a_session_gives_the_tokens_of_separate_calls(tiny_model, arch, kind, sa
             answer = answer[:, : ids.shape[1] - 2]
         shared = answer.shape[1]
         ids = torch.cat([answer, torch.randint(3, 64, (1, 5), generator=generator)], dim=1)
+
+
+@pytest.mark.parametrize(
+    "modes", [(torch.inference_mode, nullcontext), (nullcontext, torch.inference_mode, nullcontext)]
+)
+def test_turns_of_a_session_may_be_in_and_out_of_inference_mode(modes):
+    """Of targets that compute without it by themselves, what it made cannot be written to outside."""
+    config = tiny_config("llama")
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        decoder = ShapeDecoder(AutoModelForCausalLM.from_config(config).double().eval())
+    assert decoder.gradientless is torch.no_grad
+    say, ids, options = decoder.session(), prompts([9])["input_ids"], {"max_new_tokens": 5, "eos_token_id": []}
+    for mode in modes:
+        with mode():
+            expected = decoder.generate(ids, torch.ones_like(ids), **options)
+            ids = say(ids, torch.ones_like(ids), **options)
+        assert torch.equal(ids, expected)
+        ids = ids.clone()
 
 
 def test_a_session_survives_a_call_that_breaks_off(tiny_model):

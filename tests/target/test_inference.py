@@ -257,3 +257,9 @@ def test_who_attached_takes_away(tiny_model):
     assert decoder.target.prepacked
     decoder.close()
     assert not decoder.target.prepacked
+    decoder = ShapeDecoder.from_pretrained("quickstart-shape", dtype="float32")
+    network = decoder.drafter.predictor
+    ShapeDecoder.from_pretrained(decoder.target, drafter=decoder.drafter).close()
+    assert decoder.target.prepacked and any(forwards(network))
+    decoder.close()
+    assert not decoder.target.prepacked and not any(forwards(network))

@@ -85,7 +85,7 @@ def test_no_choice_is_asked_for_behind_an_end(case, most, end):
     tree, asked = TokenTree(torch.tensor([tokens]), torch.tensor([parent])), []
 
     def choose(rows, nodes, paths):
-        asked.append(paths[0])
+        asked.append([*paths[0]])
         return [choices[nodes[0]]]
 
     accepted, walked = follow(tree, choose, [end], [most]), naive_walk(parent, tokens, choices)

@@ -45,6 +45,9 @@ class RecipeDrafter(Drafter):
     def text_sizes(self) -> tuple[int, int]:
         return self.nodes, self.nodes
 
+    def forget_misses(self) -> None:
+        self.misses = None
+
     def bind(self, target: Target) -> None:
         self.pack.require(target)
         if self.misses is not None:

@@ -55,6 +55,18 @@ def test_the_log_is_there_before_anything_is_written(tiny_target, tmp_path):
         RecipeDrafter(pack(tiny_target, ((5, 6), (7,), 1)), misses=tmp_path).bind(tiny_target)
 
 
+@pytest.mark.parametrize("drafter", ["recipes", "suffix+recipes"])
+def test_warming_up_misses_nothing(tiny_target, tmp_path, drafter):
+    """What it writes is nobody's text, and the same at every start of a server."""
+    path, log = tmp_path / "task.pack", tmp_path / "misses.jsonl"
+    pack(tiny_target, ((5, 6), (7,), 1)).save(path)
+    decoder = ShapeDecoder.from_pretrained(tiny_target, drafter=drafter, pack=path, misses=log)
+    decoder.warm_up()
+    assert read_misses(log) == []
+    decoder.generate(**prompts([9]), max_new_tokens=16, eos_token_id=[])
+    assert read_misses(log)
+
+
 def test_wrong_predictions_are_logged_and_the_next_pack_knows_better(tiny_target, tmp_path):
     log = tmp_path / "misses.jsonl"
     old = pack(tiny_target, ((5, 6), (7, 8, 9), 3), ((5, 6), (7, 2), 1))
