@@ -33,6 +33,7 @@ from shape.target.model import Target
 from shape.training.parsing import parse
 from shape.training.run import train
 
+_BASE, _PREDICTOR = bundled.TARGET, bundled.PREDICTOR
 _LONGEST, _BATCH, _RATE = 192, 8, 3e-4  # of the fine-tuning
 
 
@@ -68,7 +69,7 @@ def in_lower_case(conversation: Conversation) -> Conversation:
 
 def fine_tune(folder: Path, steps: int) -> None:
     """Save the shipped target after so many steps on answers in lower case."""
-    source = bundled.resolve(bundled.TARGET)
+    source = bundled.resolve(_BASE)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(source).float(), AutoTokenizer.from_pretrained(source)
     given = evenly(load_conversations(bundled.path("data", "train.jsonl.gz")), steps * _BATCH)
     texts = encode_all(map(in_lower_case, given), tokenizer, _LONGEST).examples
@@ -117,13 +118,13 @@ def compared(target: Target, drafters: dict[str, TrainedDrafter], count: int) ->
 
 def run(options: WarmStartOptions) -> None:
     options.work.mkdir(parents=True, exist_ok=True)
-    tuned, base = options.work / "target", bundled.resolve(bundled.TARGET)
+    tuned, base = options.work / "target", bundled.resolve(_BASE)
     if not (tuned / "config.json").is_file():
         fine_tune(tuned, options.tuning_steps)
-    warm = learn(options, tuned, "warm", f"--init={bundled.resolve(bundled.PREDICTOR)}")
+    warm = learn(options, tuned, "warm", f"--init={bundled.resolve(_PREDICTOR)}")
     fresh = learn(options, tuned, "fresh")
-    before = compared(Target.load(base), {"as it is": drafter(bundled.PREDICTOR)}, options.prompts)
-    names: dict[str, str | Path] = {"as it is": bundled.PREDICTOR, "--init": warm, "from nothing": fresh}
+    before = compared(Target.load(base), {"as it is": drafter(_PREDICTOR)}, options.prompts)
+    names: dict[str, str | Path] = {"as it is": _PREDICTOR, "--init": warm, "from nothing": fresh}
     after = compared(Target.load(tuned), {name: drafter(source) for name, source in names.items()}, options.prompts)
     columns = ["target", "predictor", *SHORT]
     lines = [["the shipped one", *before.lines(SHORT)[-1]], *(["fine-tuned", *line] for line in after.lines(SHORT)[1:])]
