@@ -34,7 +34,7 @@ def modules() -> list[str]:
 
 def has_options(module: str) -> bool:
     """Whether a command has a parser of jsonargparse; lm-evaluation-harness has its own."""
-    parsers = ("jsonargparse", "commands.program(", "commands.run_one_of(")
+    parsers = ("jsonargparse", "commands.program(", "commands.one_of(")
     return (module in modules() and module != "shape.harness") or any(each in _source(module) for each in parsers)
 
 

@@ -17,11 +17,10 @@ from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 from eval import commands
-from shape.cli.terminal import coloured
 from shape.evaluation.results import SpeedResults
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput
-from shape.generation.trace import STYLES
+from shape.generation.trace import STYLES, pieces
 
 QUESTION = "Book a table for two."
 METHODS = {
@@ -90,9 +89,10 @@ def show_draft(decoder: ShapeDecoder, question: str, width: int = 88) -> str:
     out = decoder.generate(ids, max_new_tokens=96, do_sample=False, trace=True, return_dict_in_generate=True)
     assert isinstance(out, ShapeOutput) and out.trace is not None
     tokens = out.trace.emitted()
+    texts = pieces(decoder.tokenizer, [token for token, _ in tokens])
     console = Console(record=True, width=width, file=StringIO(), force_terminal=True, highlight=False)
     console.print(Text.assemble(("> ", "bold"), question))
-    console.print(coloured(decoder.tokenizer, tokens))
+    console.print(Text.assemble(*((text, STYLES[event]) for text, (_, event) in zip(texts, tokens, strict=True))))
     shown: Sequence[str] = [event for event in STYLES if event in {event for _, event in tokens}]
     console.print(Text(" / ").join(Text(event, style=STYLES[event]) for event in shown))
     console.print(

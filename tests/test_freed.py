@@ -80,6 +80,27 @@ def test_a_session_keeps_one_cache(tiny_model, caches):
     assert not caches
 
 
+def test_what_a_decoder_has_loaded_is_freed_once_it_is_closed():
+    """Weights and their copies in blocks, target's and predictor's."""
+    for kept in (True, False):  # what is compiled for the first time leaves cycles behind
+        decoder = ShapeDecoder.from_pretrained("quickstart-shape", dtype="float32", prepacked=True)
+        decoder.generate(**prompts([5]), max_new_tokens=8)
+        networks = decoder.target.model, decoder.drafter.predictor
+        weights = [weakref.ref(weight) for network in networks for weight in network.parameters()]
+        copies = [vars(module).get("forward") for network in networks for module in network.modules()]
+        copies = [weakref.ref(one._packed) for one in copies if one is not None and one._packed is not None]
+        del networks
+        gc.collect()
+        gc.disable()
+        try:
+            decoder.close()
+            assert kept or not any(copy() is not None for copy in copies)
+            del decoder
+            assert kept or not any(weight() is not None for weight in weights)
+        finally:
+            gc.enable()
+
+
 def test_steps_of_fixed_shapes_keep_theirs_and_no_other(tiny_model, caches):
     decoder = ShapeDecoder(tiny_model("llama"), TrainedDrafter(predictor(attention=True)), graphs=True)
     assert decoder.generate(**prompts([5]), max_new_tokens=12, return_dict_in_generate=True).stats.graphs

@@ -192,6 +192,8 @@ class Target:
         if self._packed:
             unpack(self.model)
             self._packed = False
+            if self.support is not None and self.support.fused is not None:
+                self.support.fused.forget()
 
     @property
     def version(self) -> list[Any]:
@@ -258,9 +260,8 @@ class Target:
 
     @cached_property
     def eos_token_ids(self) -> list[int]:
-        eos = getattr(self.model.generation_config, "eos_token_id", None)
-        if eos is None:
-            eos = self.config.eos_token_id
+        own = getattr(self.model.generation_config, "eos_token_id", None)
+        eos = self.config.eos_token_id if own is None else own
         return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
     @torch.no_grad()

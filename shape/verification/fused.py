@@ -153,6 +153,10 @@ class FusedLayers:
             self._programs, self._made_of, self._table = Pool(_KEPT), _Sources(self), self._rotary_table()
             self._embedding = _plain_table(self._body._modules.get("embed_tokens"), self.weights[0]["weight"].dtype)
 
+    def forget(self) -> None:
+        """Let go of programs, which hold the weights' blocks."""
+        self._programs, self._made_of = Pool(_KEPT), None
+
     def _rotary_table(self) -> RotaryTable | None:
         """None where its frequencies change with a text's length."""
         rotary, like = self._body._modules["rotary_emb"], torch.empty(0, dtype=self.weights[0]["weight"].dtype)

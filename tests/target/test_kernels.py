@@ -149,7 +149,8 @@ kernels.has, kernels.openmp = lambda feature: False, lambda: None
 from shape import ShapeDecoder
 
 decoder = ShapeDecoder.from_pretrained("quickstart-shape", dtype="float32", device_map="cpu")
-ids, options = decoder.target.encode("Book a table for two."), {"max_new_tokens": 32, "do_sample": False}
+ids = decoder.target.encode([{"role": "user", "content": "Book a table for two."}])
+options = {"max_new_tokens": 32, "do_sample": False}
 found = decoder.generate(ids, **options, return_dict_in_generate=True)
 assert decoder.support.fused and decoder.drafter.single and found.stats.acceptance_length > 1.5, found.stats
 plain = decoder.target.model.generate(ids, **options)
