@@ -22,7 +22,7 @@ _ADVICE = "repair what its log names, or leave the peer out of --peers"
 def _run(command: list[Any], log: Path, what: str, flags: str = "") -> None:
     """Raises ConfigError if the command fails; what it says is in the log."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    variables = child_variables(**({"CFLAGS": flags, "CXXFLAGS": flags} if flags else {}))
+    variables = child_variables(PYTHONPATH=str(REPOSITORY), **({"CFLAGS": flags, "CXXFLAGS": flags} if flags else {}))
     with log.open("w", encoding="utf-8") as output:
         done = subprocess.run(command, cwd=REPOSITORY, env=variables, stdout=output, stderr=subprocess.STDOUT)
     if done.returncode:
@@ -82,9 +82,11 @@ class Program:
         command: list[Any] = [python_of(system.peer, work), "-m", f"eval.peers.scripts.{peer.script}", "serve"]
         command += [model_of(system, size, work), system.precision, str(threads)]
         command += [] if peer.backend is None else [peer.backend]
+        # Its own packages, and not those of the caller's PYTHONPATH.
+        variables = child_variables(PYTHONPATH=str(REPOSITORY), OMP_NUM_THREADS=str(threads))
         with self._log.open("w", encoding="utf-8") as log:
             self._process = subprocess.Popen(
-                command, cwd=REPOSITORY, env=child_variables(OMP_NUM_THREADS=str(threads)), encoding="utf-8", bufsize=1,
+                command, cwd=REPOSITORY, env=variables, encoding="utf-8", bufsize=1,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
             )  # fmt: skip
         self.versions: dict[str, str] = self._read()["versions"]

@@ -91,7 +91,7 @@ def load_conversations(
 
 
 def conversations_of(options: Any, **more: Any) -> list[Conversation]:
-    """The same, of a command's options: `data`, `limit`, `skip_bad_rows` and `chat_template_kwargs`."""
+    """`load_conversations` of a command's options: `data`, `limit`, `skip_bad_rows` and `chat_template_kwargs`."""
     return load_conversations(
         options.data,
         limit=options.limit,

@@ -177,7 +177,7 @@ def split_conversations(
 def single_texts(
     target: Target, conversations: Sequence[Conversation], skip_bad_rows: bool = False
 ) -> list[Conversation]:
-    """The same, of all conversations in one list."""
+    """All texts of `split_conversations` in one list."""
     return list(chain.from_iterable(split_conversations(target, conversations, skip_bad_rows)))
 
 
