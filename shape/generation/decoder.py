@@ -183,9 +183,9 @@ class ShapeDecoder(Engine):
         """Take from the model, and from a drafter that was loaded here, what was attached to them (prepacked layers),
         and forget captured steps.
 
-        The model stays as usable as it was; the decoder is at its end, and its memory is free as soon as nobody has it,
-        without Python's collector. A Target that was handed over may serve other decoders, and has a ``close`` of its
-        own; so has a FixedSteps. A decoder is closed at the end of a ``with`` block too.
+        The model stays as usable as it was; the decoder is at its end, and a target's memory is free as soon as nobody
+        has it, without Python's collector. A Target that was handed over may serve other decoders, and has a ``close``
+        of its own; so has a FixedSteps. A decoder is closed at the end of a ``with`` block too.
         """
         if self._made_target:
             self.target.close()

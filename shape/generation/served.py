@@ -167,11 +167,13 @@ def refuse(target: Target, given: dict[str, Any]) -> None:
 
 def as_long_as_answers(target: Target, ids: Tensor, options: dict[str, Any]) -> dict[str, Any]:
     """Options for text behind ids (1, L), of which transformers' default length is no answer's."""
-    given = options.get("generation_config")
+    lengths, given = ("max_new_tokens", "max_length"), options.get("generation_config")
+    # None is as if not said: given to transformers, it would hide the configurations' lengths.
+    options = {name: value for name, value in options.items() if value is not None or name not in lengths}
     configs = given, target.model.generation_config
     if any(getattr(config, "max_new_tokens", None) for config in configs) or getattr(given, "max_length", None):
         return options  # the target's own max_length is no answer's: old files have 20 there
-    if any(options.get(name) is not None for name in ("max_new_tokens", "max_length")):
+    if any(name in options for name in lengths):
         return options
     longest = _ANSWER[thinks(ids[0].tolist(), target.tokenizer)]
     if target.max_positions is not None:

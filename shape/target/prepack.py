@@ -74,9 +74,11 @@ class PrepackedForward:
         return self._packed
 
     def holds(self) -> bool:
-        """Whether the copy is of the weight's numbers as they are, as far as a glance at some can tell."""
-        seen = self._seen  # which another thread may renew
-        return seen is None or torch.equal(*seen)
+        """Whether the copy is of the weight as it is, or the change is counted, as far as a glance can tell."""
+        seen, weight = self._seen, self._layer._parameters.get("weight")  # which another thread may renew
+        if seen is None or weight is None or self._made_of is None or self._made_of[:2] != state_of(weight):
+            return True  # a change that is counted is noticed anyway, and is of this weight alone
+        return torch.equal(*seen)
 
     def count_change(self) -> None:
         """Say that the weight was written to."""

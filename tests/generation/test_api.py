@@ -110,10 +110,11 @@ def test_answers_have_a_length_where_nobody_says_one(tiny_target, tiny_model, ti
     monkeypatch.setattr(decoder, "_start", lambda *given, **options: asked.append(options) or start(*given, **options))
     configs = [{"generation_config": GenerationConfig(**one)} for one in ({"max_new_tokens": 3}, {"max_length": 90})]
     unsaid = {"eos_token_id": 0}, {"max_new_tokens": None}, {"max_length": None, "eos_token_id": 0}
-    for options in (*unsaid, {"max_length": 90}, *configs):
+    for options in (*unsaid, {"max_length": 90}, *(one | {"max_new_tokens": None} for one in configs)):
         decoder.chat("Say something.", **options)
         list(decoder.stream("Say something.", **options))
     assert [one.get("max_new_tokens") for one in asked] == [*rooms * 3, *[None] * 6]
+    assert not any("max_new_tokens" in one for one in asked[-6:])  # a None would hide what the configurations say
 
 
 @pytest.mark.parametrize(

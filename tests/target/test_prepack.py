@@ -99,6 +99,21 @@ def test_what_pytorch_does_not_count_is_seen_at_a_glance(mode):
         assert made == [one.forward._made_of for one in (packed[0], packed[2], packed[3])]  # not again
 
 
+def test_a_change_that_pytorch_counts_is_of_one_weight_alone():
+    """The others' copies stay, and so do the graphs of a training beside them."""
+    stock, packed = layers(), layers()
+    prepack(packed)
+    assert_same(packed, stock)
+    others = [packed[at].weight for at in (2, 3)]
+    versions = [one._version for one in others]
+    for model in (stock, packed):
+        with torch.no_grad():
+            model[0].weight.mul_(1.5)
+    count_unseen(packed.modules())
+    assert [one._version for one in others] == versions
+    assert_same(packed, stock)
+
+
 class Adapter(nn.Module):
     """A layer beside another one, merged as PEFT merges its own: by a sum within ``weight.data``."""
 
