@@ -9,12 +9,14 @@ import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from io import TextIOWrapper
 from pathlib import Path
 from threading import current_thread, main_thread
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_SPACE_ON_WINDOWS = (39, 112)  # by the system's own numbers
-_SYSTEMS_NO_SPACE = _NO_SPACE_ON_WINDOWS if sys.platform == "win32" else _NO_SPACE
+_ON_WINDOWS = sys.platform == "win32"
+_SYSTEMS_NO_SPACE = _NO_SPACE_ON_WINDOWS if _ON_WINDOWS else _NO_SPACE
 # Where memory is exhausted, by what RuntimeErrors of torch say: of a CPU, also on Windows, and of Apple's GPUs.
 _NO_MEMORY = {
     "can't allocate memory": "machine",
@@ -93,6 +95,13 @@ def log_to_stderr() -> None:
         logger.setLevel(logging.INFO)
 
 
+def _speak_utf8() -> None:
+    """In pipes and files too, for which Windows has cp1252: a letter of an answer outside of it would end a command."""
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, TextIOWrapper) and not stream.isatty():
+            stream.reconfigure(encoding="utf-8", errors="replace")
+
+
 @contextmanager
 def exit_on_error(interrupted: str = "") -> Iterator[None]:
     """Run a command: a user's error becomes one line on stderr and exit status 2, never a traceback.
@@ -104,6 +113,8 @@ def exit_on_error(interrupted: str = "") -> Iterator[None]:
         interrupted: what an interrupt leaves: `GO_ON`, `NOTHING_WRITTEN`, or nothing to say.
     """
     log_to_stderr()
+    if _ON_WINDOWS:
+        _speak_utf8()
     ours = current_thread() is main_thread()
     before = signal.signal(signal.SIGTERM, signal.default_int_handler) if ours else None
     warnings.formatwarning = _warned  # type: ignore[assignment]  # of fewer names

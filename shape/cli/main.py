@@ -4,7 +4,6 @@ import ast
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from io import TextIOWrapper
 from pathlib import Path
 
 from shape.errors import did_you_mean
@@ -16,7 +15,6 @@ GROUPS = {
     "Evaluate": ("efficiency", "harness", "report"),
 }
 COMMANDS = tuple(name for names in GROUPS.values() for name in names)
-_ON_WINDOWS = sys.platform == "win32"
 # Until 0.4: commands that are gone, and what to use now.
 MOVED = {"quality": "use shape harness, or `python -m eval.quality` in a checkout for the paper's own measures"}
 
@@ -40,16 +38,7 @@ def overview() -> str:
     return "\n".join([*lines, "", "shape COMMAND --help shows a command's options.", ""])
 
 
-def _speak_utf8() -> None:
-    """In pipes and files too, for which Windows has cp1252: a letter of an answer outside of it would end a command."""
-    for stream in (sys.stdin, sys.stdout):
-        if isinstance(stream, TextIOWrapper) and not stream.isatty():
-            stream.reconfigure(encoding="utf-8", errors="replace")
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    if _ON_WINDOWS:
-        _speak_utf8()
     name, *rest = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
     if name in ("-h", "--help", "--help-all", "help"):
         print(overview(), end="")

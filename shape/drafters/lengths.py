@@ -1,5 +1,6 @@
 """How many tokens the next draft has: fixed, adapted to acceptance, or what makes the most tokens per second."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -9,17 +10,19 @@ from shape.errors import ConfigError
 _MEMORY = 0.97  # of acceptance, per draft
 
 
-@dataclass
-class DraftLength:
+class DraftLength(ABC):
     """How many tokens the next draft has; learns from the ones before.
 
     Attributes:
         reads_entropy: whether it looks at the drafter's entropy, which costs a pass over its logits.
-        length: of the next draft.
     """
 
     reads_entropy: ClassVar[bool] = False
-    length: int = 4
+
+    @property
+    @abstractmethod
+    def length(self) -> int:
+        """Of the next draft."""
 
     def observe(self, accepted: float, tested: float, drafted: int, entropy: float, cost: float | None) -> None:
         """What became of a draft, as means over the rows.
@@ -33,8 +36,11 @@ class DraftLength:
         """
 
 
+@dataclass
 class Fixed(DraftLength):
     """Always the same."""
+
+    length: int = 4
 
 
 @dataclass
@@ -53,6 +59,7 @@ class Adaptive(DraftLength):
     """
 
     reads_entropy: ClassVar[bool] = True
+    length: int = 4
     least: int = 1
     most: int = 8
     up: float = 0.8
@@ -83,6 +90,7 @@ class ByCost(DraftLength):
         most: its bound.
     """
 
+    length: int = 4
     most: int = 12
     _reached: float = field(default=2.0, repr=False)  # a mild prior: one of two is accepted
     _accepted: float = field(default=1.0, repr=False)

@@ -493,5 +493,7 @@ class ShapeDecoder(Engine):
             )
         if reproducible is None:
             reproducible = seed is not None
-        how = streaming, stepwise, acceptance, memory, trace, num_draft_tokens, warming
-        return self._decode(request, input_ids, seed, reproducible, *how)
+        return self._decode(
+            request, input_ids, seed, reproducible, streaming, stepwise, acceptance, memory, trace, num_draft_tokens,
+            warming,
+        )  # fmt: skip

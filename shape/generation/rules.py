@@ -1,5 +1,6 @@
 """Acceptance rules by name: how each decides, and what it needs of drafter and target. ``RULES`` lists them all."""
 
+from abc import ABCMeta, abstractmethod
 from dataclasses import asdict, dataclass, fields
 from typing import ClassVar
 
@@ -15,7 +16,7 @@ from shape.verification.tree import TokenTree
 
 
 @dataclass(frozen=True)
-class Rule:
+class Rule(metaclass=ABCMeta):
     """Which drafted tokens are accepted. Subclasses are frozen dataclasses of the rule's parameters.
 
     Attributes:
@@ -40,11 +41,9 @@ class Rule:
         """
         return drafter
 
+    @abstractmethod
     def __call__(self, tree: TokenTree, logits: Tensor, sampler: Sampler) -> Accepted:
-        """Decide over a tree, with the target's logits (B, N, V) at its nodes: by the target's choice, or, where drafts
-        are drawn and the target samples, by rejection sampling (see ``Sampler.match``).
-        """
-        return sampler.match(logits, tree)
+        """Decide over a tree, with the target's logits (B, N, V) at its nodes."""
 
     def __str__(self) -> str:
         parameters = ", ".join(f"{one.name}={getattr(self, one.name)}" for one in fields(self))  # type: ignore[arg-type]
@@ -57,6 +56,9 @@ class Match(Rule):
 
     name = "match"
     same_for_every_draft = True
+
+    def __call__(self, tree: TokenTree, logits: Tensor, sampler: Sampler) -> Accepted:
+        return sampler.match(logits, tree)
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,9 @@ class Rejection(Rule):
                 "limit of nodes (--tree.nodes null), or use 'match'"
             )
         return drafter
+
+    def __call__(self, tree: TokenTree, logits: Tensor, sampler: Sampler) -> Accepted:
+        return sampler.match(logits, tree)  # its choice is made by rejection sampling
 
 
 @dataclass(frozen=True)

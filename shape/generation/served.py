@@ -7,6 +7,7 @@ from copy import copy
 from typing import Any, SupportsFloat
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
 
@@ -183,10 +184,9 @@ def as_long_as_answers(target: Target, ids: Tensor, options: dict[str, Any]) -> 
 
 def ends_of(target: Target, options: Mapping[str, Any]) -> list[int]:
     """The end tokens of a call with these options."""
-    configs = options.get("generation_config"), target.model.generation_config
-    said = [one for config in configs if (one := getattr(config, "eos_token_id", None)) is not None]
-    ends = options.get("eos_token_id") if "eos_token_id" in options else next(iter(said), target.eos_token_ids)
-    return [] if ends is None else np.ravel(ends).tolist()
+    given = getattr(options.get("generation_config"), "eos_token_id", None)
+    ends = options.get("eos_token_id", target.eos_token_ids if given is None else given)
+    return [] if ends is None else torch.as_tensor(ends).flatten().tolist()
 
 
 def with_stop_strings(

@@ -7,7 +7,8 @@ is one token:
     event         "prefill": the first token
                   "accepted": drafted, and the target's choice
                   "rejected": drafted, and the target, asked at its parent, chose otherwise
-                  "unreached": drafted below a token that was not accepted; the target's choice there means nothing
+                  "unreached": drafted below a token that was not accepted, where the target's choice means nothing,
+                      or, with logits processors, behind a stop, where they are not asked
                   "corrected": the target's choice where none of the drafted tokens was it
                   "bonus": the target's choice behind the last drafted token of a path
                   "autoregressive": the target's choice in a step without a draft

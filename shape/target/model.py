@@ -258,7 +258,7 @@ class Target:
             return f"{dtype}, prepacked" if self.prepacked else dtype
         return f"{dtype}, quantised by {getattr(method, 'value', method)}"
 
-    @cached_property
+    @property
     def eos_token_ids(self) -> list[int]:
         own = getattr(self.model.generation_config, "eos_token_id", None)
         eos = self.config.eos_token_id if own is None else own

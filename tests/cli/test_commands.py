@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from helpers import ROOT
 
+from shape import errors
 from shape.cli import main as shape
 from shape.parsing import CommandParser, command_parser, options_of
 from shape.training.parsing import parser as train_parser
@@ -66,13 +67,19 @@ def output(capsys) -> Callable[..., str]:
 
 
 def test_what_is_piped_is_utf8_on_windows(monkeypatch):
-    """A prompt that comes in, and an answer that goes to a file."""
+    """A prompt that comes in, and an answer that goes to a file; of all that commands do within `exit_on_error`, so of
+    `python -m shape.generate` too.
+    """
     given, written = (TextIOWrapper(BytesIO(text.encode()), encoding="cp1252") for text in ("é → 你", ""))
     monkeypatch.setattr(sys, "stdin", given)
     monkeypatch.setattr(sys, "stdout", written)
-    monkeypatch.setattr(shape, "_ON_WINDOWS", True)
-    echo = SimpleNamespace(main=lambda rest: print(sys.stdin.read(), end="", flush=True))
-    monkeypatch.setattr(shape, "import_module", lambda name: echo)
+    monkeypatch.setattr(errors, "_ON_WINDOWS", True)
+
+    def echo(_: list[str]) -> None:
+        with errors.exit_on_error():
+            print(sys.stdin.read(), end="", flush=True)
+
+    monkeypatch.setattr(shape, "import_module", lambda name: SimpleNamespace(main=echo))
     shape.main(["generate"])
     assert written.buffer.getvalue().decode() == "é → 你"
 

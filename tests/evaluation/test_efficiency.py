@@ -221,6 +221,6 @@ def test_an_output_that_is_no_folder_is_found_before_anything_is_loaded(tmp_path
 
 def test_answers_that_end_with_the_prefill_have_no_rate(tiny_target, monkeypatch):
     monkeypatch.setattr(tiny_target.model.generation_config, "eos_token_id", list(range(tiny_target.vocab_size)))
-    monkeypatch.setattr(tiny_target, "eos_token_ids", tuple(range(tiny_target.vocab_size)))
+    monkeypatch.setattr(type(tiny_target), "eos_token_ids", tuple(range(tiny_target.vocab_size)))
     cases = measure(tiny_target, {"ngram": NgramDrafter()}, CONTEXTS, batch=1, temperature=0.0, max_new_tokens=6)
     assert [case.tokens for case in cases] == [0] * 4 and "nan" not in markdown(*figures(cases))

@@ -16,7 +16,7 @@ from training_runs import (
 
 from shape.errors import CheckpointError
 from shape.training import checkpoints
-from shape.training.checkpoints import AtomicCheckpointIO, LastCheckpoint
+from shape.training.checkpoints import AtomicCheckpointIO, LastCheckpoint, require_same_run
 from shape.training.options import TrainingOptions
 
 
@@ -102,6 +102,16 @@ def test_checkpoints_are_written_every_so_many_steps_or_minutes(
     fit(tiny_target, store, options=options, accumulate=2, callbacks=[found, LastCheckpoint(tmp_path, every)])
     assert found.steps[::2] == written
     assert torch.load(found.path, weights_only=True)["global_step"] == 4
+
+
+def test_an_option_that_was_not_there_yet_and_is_off_makes_no_other_run():
+    saved, now = {"losses": {"a": 1.0}}, {"losses": {"a": 1.0, "b": 0.0}, "group": {"c": None}}
+    require_same_run(saved, now)
+    with pytest.raises(CheckpointError, match=r"another run: group.c was None and is 2, losses.b was None and is 0.5;"):
+        require_same_run(saved, {"losses": {"a": 1.0, "b": 0.5}, "group": {"c": 2}})
+    require_same_run({"training": {"steps": 3}}, {"training": {"steps": 4}})
+    with pytest.raises(CheckpointError, match=r"another run: steps was 3 and is 4;"):
+        require_same_run({"steps": 3}, {"steps": 4})  # free in its group alone
 
 
 def test_checkpoint_is_replaced_as_a_whole(tmp_path, monkeypatch):
