@@ -137,7 +137,7 @@ class VerificationTimes:
     def _fit(self) -> tuple[float, float] | None:
         points = [
             (size, times.median or 0.0, len(times))
-            for size, times in list(self._by_size.items())  # at once: another thread may add a size
+            for size, times in self._by_size.copy().items()  # another thread may add a size; only copy() is atomic
             if len(times) >= self._ENOUGH
         ]
         if not points:
