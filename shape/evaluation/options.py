@@ -83,7 +83,8 @@ class CheckOptions(AnsweringOptions):
         pack: a file of `shape recipes compile`.
         drafter: measured on the prompts, interleaved: names as in `shape bench`; default: those without training, the
             target's own MTP layer, the predictor, the recipes, and hybrids of these; [] measures none.
-        prompts: JSON-lines file, of the task in question; default: the bundled validation prompts.
+        prompts: of the task in question: JSON lines, a bundled suite (bench, kinds) or a data set of the hub, as in
+            `shape bench`; default: the bundled validation prompts.
         limit: prompts, evenly chosen from every category, on which acceptance is estimated and drafters are measured.
         max_new_tokens: of each answer.
         batch_size: prompts decoded together.
@@ -113,7 +114,7 @@ class EfficiencyOptions(PairOptions):
         output: folder for efficiency.json and efficiency.md.
         predictor: folder, hub id or bundled name of a trained predictor; "none" measures without one.
         target: path or hub id; default: the predictor's own.
-        prompts: JSON-lines file of prompts; default: the bundled bench split.
+        prompts: JSON lines, a bundled suite (bench, kinds) or a data set of the hub; default: bench.
         chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
         limit: prompts, evenly chosen from every category; at larger batches their answers are measured together.
         repeats: how often each is answered, by every method in turn, for narrower intervals.

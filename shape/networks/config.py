@@ -82,8 +82,8 @@ class ShapeConfig(PreTrainedConfig):
             decoder layers of the others (published EAGLE-3 has one).
         attention: SHAPE's steps also attend to all known positions, not to the window alone.
         num_heads: attention heads, of width H / num_heads; None is the decoder layers', or makes them 64 wide.
-        num_steps: number S of future states that training unrolls. Parallel predictors cannot go further,
-            recursive ones can.
+        num_steps: number S of future states that are predicted. Parallel predictors draft no further; recursive ones
+            are unrolled so far in training, and can.
         step_mode: "parallel" predicts all S states from one window, with a small residual adapter for each
             step (paper 3.1: one predictor with shared parameters serves several steps); "recursive" applies
             one network again to a window that ends in its own prediction.

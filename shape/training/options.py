@@ -38,7 +38,8 @@ class PredictorOptions:
             others.
         attention: SHAPE's steps also attend to all known positions.
         num_heads: attention heads; null makes shape's 64 wide, and takes the target's number for the others.
-        num_steps: steps that training unrolls.
+        num_steps: tokens ahead that are predicted. Parallel networks draft no further; recursive ones are unrolled so
+            far in training.
         step_mode: all steps from one window, or one network applied again to its own prediction.
         token_conditioning: read no token, the last committed one, or each token of the drafted path.
         refinement: what is done to shape's raw prediction.
