@@ -43,6 +43,10 @@ TARGETS: dict[str, PretrainedConfig] = {
 }  # fmt: skip
 
 
+# Their templates leave out of a later prompt what stood before an answer: an empty thought.
+_TURN_BY_TURN = ("Qwen/Qwen3-8B",)
+
+
 @dataclass
 class PlanOptions:
     """What is assumed of the data. The defaults are for UltraChat's train_sft, whose card gives 207,865 rows of 6,721
@@ -79,14 +83,18 @@ def plan(recipe: Path, network: str, more: Sequence[str], text: DataStatistics) 
     options.check()
     size = size_of(TARGETS[options.target])
     resolved = resolve(options, size, text)
-    found, training = Forecast(resolved, size, text, torch.bfloat16), resolved.training
+    whole, training = Forecast(resolved, size, text, torch.bfloat16), resolved.training
     assert training.steps is not None
+    if options.target in _TURN_BY_TURN:
+        text = text.turn_by_turn()
+    found = Forecast(resolved, size, text, torch.bfloat16)
+    written = {name: each for name, each in whole.hours.parts.items() if name == "answers"}
     states = text.conversations * text.tokens * len(resolved.feature_options().stored) * size.hidden_size * 2
     return {
         "recipe": recipe.stem, "network": network, "gpus": resolved.trainer.processes, "learned": found.learned,
         "positions": training.steps * training.batch_size, "passes": training.steps * training.batch_size
         / text.positions, "memory": found.memory, "disk": found.disk, "stored": states,
-        "hours": dict(found.hours.parts), "how": found.hours.how,
+        "hours": {**found.hours.parts, **written}, "how": found.hours.how,
     }  # fmt: skip
 
 
@@ -117,9 +125,10 @@ def write(options: PlanOptions, rows: Sequence[dict[str, Any]]) -> str:
     machine = CostOptions()
     parts = [
         "# What the training recipes would take",
-        "**Estimates, not measurements: no GPU was at hand.** Assumed: "
+        "**Estimates, not measurements: none of these recipes has been run.** Assumed: "
         f"{options.conversations:,} conversations of {options.tokens:,.0f} tokens, {options.answers:.0%} of them in "
-        f"{options.turns:g} answers; GPUs of {machine.flops / 1e12:,.0f} TFLOP/s in bfloat16 at "
+        f"{options.turns:g} answers, each with all before it a text of its own by Qwen3's template, which is twice as "
+        f"many tokens for the target's forwards; GPUs of {machine.flops / 1e12:,.0f} TFLOP/s in bfloat16 at "
         f"{machine.utilisation:.0%}, of which eight are eight times as fast as one; a forward is two operations per "
         f"parameter and token; answers are bound by reading, at {machine.bandwidth / 1e12:.3g} TB/s, the weights in "
         f"batches of {machine.answered_together} answers, {machine.occupancy:.0%} of them unfinished in the mean, and, "

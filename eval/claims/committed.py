@@ -1,7 +1,7 @@
 """What a claim is, and how our figures are read from committed results."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,16 @@ class Committed:
             return (self.folder / name).read_text(encoding="utf-8")
 
 
-Ours = tuple[str, bool | None]  # figures, and whether they bear the claim out; None: they cannot
+UNDECIDED = "undecided"
+# Figures, and whether they bear the claim out; None: they cannot; UNDECIDED: others of such prompts might or might not.
+Ours = tuple[str, bool | str | None]
+
+
+def above(first: Mapping[str, float], second: Mapping[str, float]) -> bool | str:
+    """Whether the first of two figures is larger, by their 95 % intervals."""
+    if first["low"] > second["high"] or first["high"] < second["low"]:
+        return first["value"] > second["value"]
+    return UNDECIDED
 
 
 @dataclass(frozen=True)
@@ -109,7 +118,8 @@ class Claim:
             return [self.what, self.theirs, DASH, "not measured yet", self.why]
         with reading(f"what is measured of {self.what!r}", DataError, "correct eval/claims/systems.py"):
             text, holds = self.ours(results)
-        verdict = {True: "reproduced", False: "contradicted", None: "not comparable"}[holds]
+        verdicts = {True: "reproduced", False: "contradicted", None: "not comparable", UNDECIDED: UNDECIDED}
+        verdict = verdicts[holds]
         return [self.what, self.theirs, text, verdict, self.why]
 
 

@@ -1,7 +1,7 @@
 """What a data set holds in a target's tokens, counted on a sample: the basis of every estimate."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from random import Random
 from typing import Any
@@ -37,6 +37,19 @@ class DataStatistics:
     def positions(self) -> int:
         """To learn from (`shape.features.positions.eligible`): all of an answer but its last token."""
         return round(self.conversations * max(self.tokens * self.answers - self.turns, 0.0))
+
+    def turn_by_turn(self) -> "DataStatistics":
+        """The same where every turn is a text of its own, after all before it: of a template by which a later prompt
+        does not continue an answer (``shape.data.encoding.split_by_template``).
+        """
+        longer = (self.turns + 1) / 2  # in the mean over turns, in units of one turn
+        return replace(
+            self,
+            conversations=round(self.conversations * self.turns),
+            tokens=self.tokens * longer / self.turns,
+            answers=self.answers / longer,
+            turns=1.0,
+        )
 
     def stored_bytes(self, before: int | None, each: int) -> float:
         """Of features: states of `each` bytes, of all positions or of answers and so many before each, and an id and a

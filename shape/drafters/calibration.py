@@ -89,7 +89,8 @@ def _calibrated(joint: np.ndarray, parents: np.ndarray, drafted: np.ndarray, acc
             at = min(int(claim * _BINS), _BINS - 1)
             prior = claim if later else claim + _MORE * (1 - claim)
             share = (accepted[later, at] + _PRIOR * prior) / (drafted[later, at] + _PRIOR)
-            found[row, node] = found[row, above] + np.log(share) if share > 0 else -np.inf
+            # Other threads may count meanwhile, and no path may be likelier than its beginning.
+            found[row, node] = found[row, above] + min(np.log(share), 0.0) if share > 0 else -np.inf
     return found
 
 

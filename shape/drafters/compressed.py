@@ -6,6 +6,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
+from threading import local
 from typing import Any, cast
 
 import torch
@@ -275,8 +276,7 @@ class BlockResiduals:
 
     def __init__(self, strength: float) -> None:
         self.strength = strength
-        self._parts: list[Tensor] = []
-        self._stream: Tensor | None = None
+        self._of = local()  # parts and stream of the forward that is under way, of each thread its own
 
     def attach(self, layers: nn.ModuleList) -> None:
         for number in range(0, len(layers), ceil(len(layers) / _BLOCKS)):
@@ -284,15 +284,14 @@ class BlockResiduals:
             layers[number].register_forward_pre_hook(hook, with_kwargs=True)
 
     def _begin(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self._stream = given[0] if given else named["hidden_states"]
-        self._parts = [self._stream]
+        self._of.stream = given[0] if given else named["hidden_states"]
+        self._of.parts = [self._of.stream]
 
     def _mix(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
         stream = given[0] if given else named["hidden_states"]
-        assert self._stream is not None
-        self._parts.append(stream - self._stream)
-        mixed = stream + self.strength * (attend(stream, self._parts) - stream)
-        self._stream = mixed
+        self._of.parts.append(stream - self._of.stream)
+        mixed = stream + self.strength * (attend(stream, self._of.parts) - stream)
+        self._of.stream = mixed
         return ((mixed, *given[1:]), named) if given else (given, {**named, "hidden_states": mixed})
 
 

@@ -92,9 +92,8 @@ def relative_rate(one: Any, other: Any) -> Any:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which a share of them lies; 0 of none."""
-    ordered = sorted(values)
-    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
+    """The value below which a share of them lies, between neighbours in proportion; 0 of none."""
+    return float(np.quantile(values, share)) if values else 0.0
 
 
 def number(value: Any) -> float | None:

@@ -80,11 +80,10 @@ class Stopwatch(BaseStreamer):
         end = perf_counter()
         prefilled = self.prefilled
         prefill = self.times[1] - self.start if len(self.times) > 1 else 0.0
+        gaps = [after - before for before, after in pairwise(self.times[1:])]
         # Our decoder streams single sequences, and times the steps of batches itself.
         if stats is not None and len(answers) > 1:
-            prefilled, prefill = len(answers), stats.prefill_seconds
-        arrivals = pairwise(self.times[1:])
-        gaps = [after - before for before, after in arrivals] if stats is None else [one.seconds for one in stats.steps]
+            prefilled, prefill, gaps = len(answers), stats.prefill_seconds, [one.seconds for one in stats.steps]
         answers = [until_end(answer, end_tokens) for answer in answers]
         return Run(answers, prefilled, end - self.start - prefill, prefill, gaps, stats)
 

@@ -104,6 +104,8 @@ class LocalCopies(Generic[T]):
     def _ensure_threads(self) -> None:
         """Threads do not survive the fork of a data worker, which therefore starts its own."""
         if self._process != os.getpid():
+            if self._process >= 0:  # nor do connections
+                self.storage = Storage(self.storage.address)
             self._process = os.getpid()
             self._threads = ThreadPoolExecutor(_PARALLEL)
             self._making_room = Lock()

@@ -1,5 +1,6 @@
 """Answers of a target on this machine, or of a server, for regeneration."""
 
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -84,16 +85,37 @@ class LocalBackend:
         return ids
 
     def _decode(self, prompts: list[list[int]], sampled: bool, seeds: list[int]) -> list[list[int]]:
+        """Together, or where an accelerator has no memory for that, the two halves one after the other."""
         input_ids, mask = side_by_side(prompts, self.decoder.target.device)
-        sequences = self.decoder.generate(
-            input_ids,
-            attention_mask=mask,
-            seed=seeds,
-            max_new_tokens=self.max_new_tokens,
-            **sampling(self.temperature if sampled else 0.0),
+        try:
+            sequences = self.decoder.generate(
+                input_ids,
+                attention_mask=mask,
+                seed=seeds,
+                max_new_tokens=self.max_new_tokens,
+                **sampling(self.temperature if sampled else 0.0),
+            )
+        except torch.OutOfMemoryError:
+            if len(prompts) == 1:
+                raise
+        else:
+            assert isinstance(sequences, torch.Tensor)
+            return sequences[:, input_ids.shape[1] :].tolist()
+        if self.decoder.graphs is not None:  # outside of the handler, whose error holds on to what it could not finish
+            self.decoder.graphs.close()
+        if input_ids.device.type == "cuda":
+            torch.cuda.empty_cache()
+        half, longest = len(prompts) // 2, input_ids.shape[1]
+        warnings.warn(
+            f"no memory for {len(prompts)} answers to prompts of up to {longest} tokens together; they are written in "
+            "two halves. A lower --regeneration.batch_size, of `shape regenerate` --batch_size, avoids the attempt",
+            stacklevel=2,
         )
-        assert isinstance(sequences, torch.Tensor)
-        return sequences[:, input_ids.shape[1] :].tolist()
+        return [
+            answer
+            for part in (slice(half), slice(half, None))
+            for answer in self._decode(prompts[part], sampled, seeds[part])
+        ]
 
     def _answer(self, request: Request, prompt: list[int], ids: list[int]) -> Answer:
         tokenizer, said = self.decoder.tokenizer, self.decoder.target.before_end(ids)

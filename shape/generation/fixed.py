@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
+from queue import SimpleQueue
 from threading import Lock
 from typing import Any
 from warnings import warn
@@ -72,6 +73,7 @@ class FixedSteps:
         self._limit: float | None = None if memory <= 1 else memory
         self._kept: list[Stage] = []  # that used last comes last
         self._taken: WeakSet[Stage] = WeakSet()
+        self._returned: SimpleQueue[Stage] = SimpleQueue()  # given back, and not yet among the kept ones
         self._failed: dict[tuple[Any, ...], str] = {}  # plans that cannot be captured, and why
         self._warned: set[str] = set()
         self._lock = Lock()
@@ -101,6 +103,7 @@ class FixedSteps:
         """
         key = plan.key_at(bucket(batch))
         with self._lock:
+            self._collect()
             if key in self._failed:
                 raise UnsupportedTarget(self._failed[key])
             stage = self._pick(key, widths[-1])
@@ -121,18 +124,30 @@ class FixedSteps:
     def at_hand(self, plan: StepPlan, batch: int, widths: list[int], drafts: Iterable[bool]) -> Stage | None:
         """``take`` where nothing is left to make and to capture."""
         with self._lock:
+            self._collect()
             stage = self._pick(plan.key_at(bucket(batch)), widths[-1], list(product(drafts, widths)))
             if stage is not None:
                 self._taken.add(stage)
             return stage
 
     def give_back(self, stages: Iterable[Stage]) -> None:
-        with self._lock:
-            for stage in stages:
-                self._taken.discard(stage)
-                self._kept.append(stage)
-            while self._kept and self._limit is not None and self.bytes > self._limit:
-                del self._kept[0]
+        """Without waiting: Python's collector may end an abandoned answer within any call, one of these among them."""
+        for stage in stages:
+            self._returned.put(stage)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._collect()
+            finally:
+                self._lock.release()
+
+    def _collect(self) -> None:
+        """Keep what was given back; with the lock."""
+        while not self._returned.empty():
+            stage = self._returned.get()
+            self._taken.discard(stage)
+            self._kept.append(stage)
+        while self._kept and self._limit is not None and self.bytes > self._limit:
+            del self._kept[0]
 
     @property
     def bytes(self) -> int:
@@ -142,6 +157,7 @@ class FixedSteps:
     def close(self) -> None:
         """Free what is kept; what is in use is freed with its call."""
         with self._lock:
+            self._collect()
             on_cuda = any(stage.target.device.type == "cuda" for stage in self._kept)
             self._kept.clear()
         if on_cuda:
@@ -160,6 +176,10 @@ class FixedSteps:
         if self._limit is None:
             self._limit = self.memory * free_bytes(plan.target.device)
         if sum(stage.bytes for stage in self._taken) + needed > self._limit:
+            while (
+                self._kept and free_bytes(plan.target.device) < 2 * needed
+            ):  # which the call takes without stages, too
+                del self._kept[0]
             raise NoRoom(
                 f"steps of fixed shapes for target {plan.target.name} need {needed / 1e6:.0f} MB for the cache of this "
                 f"call, and may hold {self._limit / 1e6:.0f} MB; lower max_new_tokens or the batch, or give "

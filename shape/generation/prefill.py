@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ class Memory:
     cache: KVCache | None = None
     switched: bool = False
     computed_by: int = 0
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def take(self, prompt: list[int], switched: bool, width: int, computed_by: int) -> tuple[KVCache, Tensor] | None:
         """Cache and states, cut to what they have in common with a prompt; None where that is nothing, as it is with
@@ -41,10 +43,11 @@ class Memory:
 
         They leave the memory, so that a call that breaks off leaves none rather than a wrong one.
         """
-        cache, hidden, tokens = self.cache, self.hidden, self.tokens
-        alike = self.switched == switched and self.computed_by == computed_by
-        self.keep([], None, None, False)
-        self.computed_by = computed_by
+        with self._lock:  # of two calls at a time one has them
+            cache, hidden, tokens = self.cache, self.hidden, self.tokens
+            alike = self.switched == switched and self.computed_by == computed_by
+            self.keep([], None, None, False)
+            self.computed_by = computed_by
         # The prompt's last token always goes through the target: its state says what comes next.
         common = common_length(tokens, prompt[:-1])
         if cache is None or hidden is None or common == 0 or not alike or not cache.can_hold(common):

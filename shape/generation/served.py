@@ -75,6 +75,7 @@ _SLOW: dict[str, Any] = {
 }  # fmt: skip
 _SLOW_IN_SAMPLING: dict[str, Any] = {"eta_cutoff": 0.0, "top_h": None}
 
+_COLDEST = 1e-30  # of temperatures: below, float32 scores over it overflow, and which is largest is lost
 _ANSWER = {False: 512, True: 4096}  # tokens at most, where nobody says how many; True: of targets that reason first
 
 # Every option of transformers' generate, and what it is where nobody says.
@@ -156,9 +157,10 @@ def refuse(target: Target, given: dict[str, Any]) -> None:
         if (forced := given.get(name)) is not None:
             require_tokens(target, forced if isinstance(forced, list) else [forced], f"{name} is")
     heat = given.get("temperature", 1.0)
-    if given.get("do_sample") and not (isinstance(heat, SupportsFloat) and float(heat) > 0.0):
+    if given.get("do_sample") and not (isinstance(heat, SupportsFloat) and float(heat) >= _COLDEST):
         raise UnsupportedGeneration(
-            f"temperature {heat} cannot be sampled at; give a number above 0, or leave do_sample off to decode greedily"
+            f"temperature {heat} cannot be sampled at; give a number of at least {_COLDEST}, or leave do_sample off to "
+            "decode greedily"
         )
     for name in ("max_new_tokens", "num_return_sequences"):
         count = given.get(name, 1)

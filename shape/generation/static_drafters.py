@@ -56,7 +56,8 @@ class StaticCache(KVCache):
         """Take ``rows``, (R,) int64, of another cache; sequences behind them are empty."""
         count, slots = len(rows), min(self.capacity, other.capacity)
         for group, storage in self._storage.items():
-            storage[:, :count, :slots] = other._storage[group][:, :, :slots].index_select(1, rows)
+            for own, others in zip(storage, other._storage[group], strict=True):  # a layer's copy at a time
+                own[:count, :slots] = others[:, :slots].index_select(0, rows)
         self.lengths.zero_()
         self.lengths[:count] = other.lengths[rows]
 

@@ -1,7 +1,7 @@
 """The modes that forwards run in where nothing is trained. A network that is handed over stays as its owner has it."""
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from threading import Lock
@@ -97,9 +97,9 @@ def fingerprint(network: nn.Module) -> int:
 
 @dataclass
 class _Held:
-    """A network in evaluation mode: for how many, and the modules that the last of them puts back."""
+    """A network in evaluation mode: for whom, and the modules that the last of them puts back."""
 
-    users: int = 0
+    users: set[object] = field(default_factory=set)
     training: list[nn.Module] = field(default_factory=list)
 
 
@@ -116,6 +116,7 @@ class evaluating(AbstractContextManager[None]):
 
     def __init__(self, networks: Iterable[nn.Module]) -> None:
         self._parts: list[tuple[_Held, list[nn.Module]]] = []
+        self._users: list[object] = []  # one for each time that it has been entered and not left
         for network in networks:
             modules = list(network.modules())
             with _LOCK:
@@ -127,18 +128,33 @@ class evaluating(AbstractContextManager[None]):
         return chain.from_iterable(modules for _, modules in self._parts)
 
     def __enter__(self) -> None:
-        with _LOCK:
-            for held, modules in self._parts:
-                held.users += 1
-                for module in [module for module in modules if module.training]:
-                    vars(module)["training"] = False  # nn.Module's way costs a microsecond
-                    held.training.append(module)
+        user = object()
+        try:
+            with _LOCK:
+                for held, modules in self._parts:
+                    held.users.add(user)
+                    for module in [module for module in modules if module.training]:
+                        held.training.append(module)
+                        vars(module)["training"] = False  # nn.Module's way costs a microsecond
+            self._users.append(user)
+        except BaseException:  # an interrupt, wherever it comes
+            self._leave(user)
+            raise
 
     def __exit__(self, *raised: Any) -> None:
+        user = self._users.pop()
+        try:
+            self._leave(user)
+        except BaseException:
+            self._leave(user)
+            raise
+
+    def _leave(self, user: object) -> None:
+        """Once or again, to the same effect."""
         with _LOCK:
             for held, _ in self._parts:
-                held.users -= 1
-                if held.users == 0:
+                held.users.discard(user)
+                if not held.users:
                     for module in held.training:
                         vars(module)["training"] = True
                     held.training.clear()
@@ -150,7 +166,7 @@ def each_step(
     """A generator that computes within a context, and is out of it while its caller has what it gave."""
     try:
         while True:
-            with context:
+            with context, _interrupted_as_such():
                 try:
                     piece = next(steps)
                 except StopIteration as done:
@@ -164,5 +180,16 @@ def all_steps(
     context: AbstractContextManager[None], steps: Generator[Piece, None, Result]
 ) -> Generator[Piece, None, Result]:
     """The same within one context from the first step to the last, where the caller does nothing in between."""
-    with context:
+    with context, _interrupted_as_such():
         return (yield from steps)
+
+
+@contextmanager
+def _interrupted_as_such() -> Iterator[None]:
+    """numba makes a SystemError of an interrupt that comes while it reads a loop's arguments."""
+    try:
+        yield
+    except SystemError as error:
+        if isinstance(error.__cause__, KeyboardInterrupt):
+            raise KeyboardInterrupt from error
+        raise

@@ -21,6 +21,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 
 from shape import bundled
+from shape.data.backends import sampling
 from shape.data.conversations import Conversation, evenly
 from shape.data.encoding import encode_row
 from shape.data.reading import load_conversations
@@ -192,12 +193,16 @@ def _answers(
     options: TrainOptions, target: Target, asked: Sequence[Conversation], folder: Path
 ) -> tuple[float, list[Conversation]]:
     """Seconds that the target took to answer, and its answers."""
-    decoder, chosen = ShapeDecoder(target), options.regeneration
-    decoder.generate(torch.ones(1, 2, dtype=torch.int64, device=target.device), max_new_tokens=2)  # warms up
-    backend = LocalBackend(decoder, min(_ANSWER, preparation.longest_answer(options)), chosen.temperature)
-    start, output = monotonic(), folder / "own.jsonl"
-    regenerate(asked, backend, output, chosen, progress=False)
-    return monotonic() - start, load_conversations(output)
+    # All by the more frequent of greedy and sampled: divided, each half would take as long as a whole batch of a run.
+    chosen = replace(options.regeneration, sampled_share=round(options.regeneration.sampled_share))
+    longest = min(_ANSWER, preparation.longest_answer(options))
+    with ShapeDecoder(target) as decoder:
+        as_asked = sampling(chosen.temperature if chosen.sampled_share else 0.0)
+        decoder.warm_up(batch_size=len(asked), max_new_tokens=longest, **as_asked)
+        backend = LocalBackend(decoder, longest, chosen.temperature)
+        start, output = monotonic(), folder / "own.jsonl"
+        regenerate(asked, backend, output, chosen, progress=False)
+        return monotonic() - start, load_conversations(output)
 
 
 class _Watch(pl.Callback):

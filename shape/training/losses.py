@@ -199,9 +199,18 @@ def weighted_loss(
     return total, {name: mean.detach() for name, mean in means.items()}
 
 
-def agreement_loss(estimate: Tensor, predicted_logits: Tensor, target_logits: Tensor, count: int) -> Tensor:
-    """Cross-entropy of estimates, as logits (N,), that the best draft is the target's best token, over `count`."""
+def agreement_loss(
+    estimate: Tensor, predicted_logits: Tensor, target_logits: Tensor, count: int, draftable: Tensor | None = None
+) -> Tensor:
+    """Cross-entropy of estimates, as logits (N,), that the best draft is the target's best token, over `count`.
+
+    Args:
+        draftable: (N,) bool, where the target's best token is in the draft vocabulary, which both logits are of; None
+            where that has all tokens.
+    """
     agree = predicted_logits.argmax(-1) == target_logits.argmax(-1)
+    if draftable is not None:
+        agree = agree & draftable
     return F.binary_cross_entropy_with_logits(estimate.float(), agree.float(), reduction="sum") / max(count, 1)
 
 
@@ -212,13 +221,21 @@ def acceptance_loss(
     target_logits: Tensor,
     steps: Tensor,
     whole: Tensor | None = None,
+    log_share: Tensor | None = None,
 ) -> Tensor:
     """Cross-entropy of estimates, as logits (N,), of the probability 1 - TV that rejection sampling accepts a draft.
 
     DSpark's loss of its confidence head: steps count as in `weighted_loss`, whose other arguments these are.
+
+    Args:
+        log_share: (N,), the logarithm of the target's probability of the draft vocabulary, which both logits are of;
+            None where that has all tokens.
     """
     with torch.no_grad():
-        accepted = 1 - total_variation(log_probabilities(predicted_logits), log_probabilities(target_logits))
+        predicted, true = log_probabilities(predicted_logits), log_probabilities(target_logits)
+        if log_share is not None:
+            true = true + log_share.to(true.dtype)[:, None]
+        accepted = torch.minimum(predicted, true).exp().sum(-1)
     each = F.binary_cross_entropy_with_logits(estimate.to(accepted.dtype), accepted, reduction="none")
     return (each * _step_weights(losses, steps, whole)).sum()
 

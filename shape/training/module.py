@@ -351,8 +351,12 @@ class ShapeModule(DrafterModule):
         reduced = predictor.reduced(cut.tokens, embeddings, predicted) if reading else None
         vocabulary = reader.reduced_vocabulary() if reading else None
         estimate, of_acceptance = None, predictor.confidence_learns == "acceptance"
+        known = None  # of the draft vocabulary, to estimates of what is accepted
         if predictor.config.confidence and embeddings is not None:
             estimate = predictor.estimate(predicted if of_acceptance else predicted.detach(), cut.tokens, embeddings)
+            if predictor.draft_vocabulary is not None:
+                of_vocabulary = log_share if of_acceptance else draftable
+                known = of_vocabulary(self.target, predictor.draft_vocabulary, texts, steps).flatten(0, 1)
         output = self.target.output_rows(predictor.draft_vocabulary) if losses.sinkhorn > 0 else None
         true, mask = cut.states.flatten(0, 1), learned.flatten(0, 1)
         positions = positions_ahead(texts, steps)
@@ -370,8 +374,11 @@ class ShapeModule(DrafterModule):
             if predicted_logits is not None and target_logits is not None:
                 if estimate is not None:
                     along = estimate[kept], predicted_logits, target_logits
+                    drafted = None if known is None else known[chunk][kept]
                     parts["confidence"] = (
-                        acceptance_loss(losses, *along, step, whole) if of_acceptance else agreement_loss(*along, count)
+                        acceptance_loss(losses, *along, step, whole, drafted)
+                        if of_acceptance
+                        else agreement_loss(*along, count, drafted)
                     )
                     loss = loss + parts["confidence"]
                 if selector is not None and reduced is not None:
@@ -427,9 +434,13 @@ class ShapeModule(DrafterModule):
 @torch.no_grad()
 def likeliest_tokens(target: Target, states: Tensor) -> Tensor:
     """By the target's states, (..., H) -> (...) int64."""
+    return _of_logits(target, states, lambda logits: logits.argmax(-1))
+
+
+def _of_logits(target: Target, states: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """What a function says of the target's logits, (N, V) -> (N,), for states (..., H) -> (...); of some at a time."""
     chunks = states.reshape(-1, states.shape[-1]).split(rows_in_chunk(4 * target.vocab_size))
-    best = [target.logits(some.to(target.dtype)).argmax(-1) for some in chunks]
-    return torch.cat(best).view(states.shape[:-1])
+    return torch.cat([function(target.logits(some.to(target.dtype))) for some in chunks]).view(states.shape[:-1])
 
 
 def positions_ahead(texts: Texts, steps: int) -> Tensor:
@@ -447,6 +458,18 @@ def draftable(target: Target, vocabulary: Tensor, texts: Texts, steps: int) -> T
     drafted = torch.zeros(target.vocab_size, dtype=torch.bool, device=best.device)
     drafted[vocabulary.to(best.device)] = True
     return drafted[best].flatten()[positions_ahead(texts, steps)].unflatten(0, texts.roots.shape)
+
+
+@torch.no_grad()
+def log_share(target: Target, vocabulary: Tensor, texts: Texts, steps: int) -> Tensor:
+    """Logarithm of the target's probability of a draft vocabulary, (K,): at h_t..h_{t+S-1}, (B, P, S) float32."""
+
+    def of(logits: Tensor) -> Tensor:
+        logits = logits.float()
+        return logits[:, vocabulary.to(logits.device)].logsumexp(-1) - logits.logsumexp(-1)
+
+    shares = _of_logits(target, texts.hidden[..., -target.hidden_size :], of)
+    return shares.flatten()[positions_ahead(texts, steps)].unflatten(0, texts.roots.shape)
 
 
 def computed_texts(target: Target, batch: Batch, layers: Sequence[int], device: torch.device) -> Texts:

@@ -213,7 +213,8 @@ def _regenerated(
     folder = home.folder or Path(options.output)
     place(target, trainer.strategy.root_device)
     chosen = replace(options.regeneration, max_new_tokens=longest_answer(options))
-    backend = LocalBackend(ShapeDecoder(target), chosen.max_new_tokens, chosen.temperature, options.max_length)
+    decoder = ShapeDecoder(target)
+    backend = LocalBackend(decoder, chosen.max_new_tokens, chosen.temperature, options.max_length)
     answers = answers_file(conversations, backend, folder, chosen)
     asked = any(conversation.asks for conversation in conversations)
     if asked and home.exists(MANIFEST) and not answers.exists():
@@ -230,6 +231,7 @@ def _regenerated(
         replace(options.trainer, enable_progress_bar=False).for_extraction(),
         progress=options.trainer.enable_progress_bar,
     )
+    decoder.close()  # frees captured steps and their caches, which a cycle of references would keep
     chats = [each for each in answered if each.asks]
     cut = sum(not all(message.finished for message in each.messages) for each in chats)
     if cut > _MANY_CUT * len(chats):

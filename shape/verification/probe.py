@@ -25,7 +25,7 @@ from shape.verification.windows import PretendedCache, holding, pretended_length
 # Allowed relative error (root mean square) between a cached tree forward and forwards of its paths as texts. Some
 # models take their softmax in float32 whatever their dtype; a wrong mask or position is off by far more.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
-_TILED = (24, 48)  # tokens, of the GPU kernels' tiles for more than a tree's
+_TILED = {24: 16, 48: 32}  # tokens, of the GPU kernels' tiles for more than a tree's: what smaller tiles are for
 # Three times what the target's own forwards differ by is allowed too, up to here: beyond it nothing is rounding.
 _MOST_NOISE = 5e-2
 # How far a token's result in one module may depend on tokens that it cannot see. Kernels for equal shapes do not let it
@@ -286,9 +286,17 @@ def _tree_failure(target: Target, support: Support, prompt: Tensor, drafts: Tens
     if (reason := _near_failure(target, support, prompt, drafts, allowed)) is not None:
         return reason
     if isinstance(support.fused, FusedGpuLayers):  # whose tiles follow from the number of tokens
-        for count in _TILED:
+        for count, fewer in _TILED.items():
             if (reason := _many_failure(target, support, prompt[:1], count, allowed)) is not None:
-                return reason
+                support.fused.most = (
+                    fewer  # an RTX 3090's or 4090's shared memory holds no larger tiles, an A100's some
+                )
+                warnings.warn(
+                    f"kernels of ours are used for forwards of target {target.name} over no more than {fewer} tokens: "
+                    f"with more {reason}",
+                    stacklevel=4,
+                )
+                break
     return _far_failure(target, support, TokenTree(drafts[:1], _parents(drafts[:1])), allowed)
 
 

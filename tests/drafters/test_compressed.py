@@ -1,5 +1,6 @@
 """Compressed copies of a target: as close as their ranks allow, sharing what is not compressed, harmless to it."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -170,6 +171,15 @@ def test_residuals_change_nothing_at_no_strength_and_all_tokens_by_themselves(ti
     assert torch.allclose(small.features(IDS), still)
     BlockResiduals(0.5).attach(blocks)
     assert torch.allclose(small.features(IDS[:, :5]), small.features(IDS)[:, :5])
+
+
+def test_residuals_of_several_threads_are_each_their_own(tiny_model):
+    small, _ = compress(Target(tiny_model("llama")), Compression(residuals=0.35))
+    texts = [IDS[:1, :9], IDS]
+    expected = [small.features(text) for text in texts]
+    with ThreadPoolExecutor() as threads:
+        found = list(threads.map(small.features, texts * 40))
+    assert all(torch.allclose(one, expected[at % 2]) for at, one in enumerate(found))
 
 
 def test_the_cache_keeps_ranks_and_gives_back_what_they_hold(tiny_model):

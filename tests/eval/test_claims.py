@@ -6,7 +6,7 @@ import pytest
 from helpers import ROOT
 
 from eval.claims.__main__ import main, page
-from eval.claims.committed import Claim, Committed
+from eval.claims.committed import UNDECIDED, Claim, Committed, above
 from eval.claims.systems import SYSTEMS
 from shape.errors import DataError
 
@@ -25,14 +25,20 @@ def test_every_system_and_every_source_is_there():
 
 @pytest.mark.parametrize(
     ("value", "verdict"),
-    [(0.97, "reproduced"), (0.5, "contradicted"), (None, "not comparable"), (-1, "not measured yet")],
-)
+    [
+        (0.97, "reproduced"), (0.5, "contradicted"), (0.92, UNDECIDED), (None, "not comparable"),
+        (-1, "not measured yet"),
+    ],
+)  # fmt: skip
 def test_verdicts_are_read_from_results(tmp_path, value, verdict):
     (tmp_path / "some.json").write_text(json.dumps({"share": value}))
 
-    def ours(read: Committed) -> tuple[str, bool | None]:
+    def ours(read: Committed) -> tuple[str, bool | str | None]:
         share = read.json("some.json")["share"]
-        return f"{share}", None if share is None else share >= 0.95
+        if share is None:
+            return "none", None
+        figure = {"value": share, "low": share - 0.02, "high": share + 0.02}
+        return f"{share}", above(figure, {"value": 0.93, "low": 0.92, "high": 0.94})
 
     claim = Claim("much", "95 %", None if value == -1 else ours, "so it is")
     read = Committed(tmp_path)

@@ -138,7 +138,7 @@ def test_figures():
         gaps=[0.01, 0.03],
     )
     assert case.efficiency == 0.75 and case.rate == pytest.approx(200)
-    assert case.gap(0.5) == pytest.approx(30) and case.milliseconds(case.seconds) == pytest.approx(10)
+    assert case.gap(0.5) == pytest.approx(20) and case.milliseconds(case.seconds) == pytest.approx(10)
 
 
 def test_the_command_writes_what_it_measured(tiny_target_folder, tmp_path):

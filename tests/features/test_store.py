@@ -136,6 +136,16 @@ def test_a_copy_that_another_process_drops_is_fetched_again(whole, tmp_path):
         copies["absent"]
 
 
+def test_a_data_worker_connects_anew(whole, tmp_path, monkeypatch):
+    """fsspec's asynchronous file systems (s3, gcs, http) refuse to serve a process that was forked."""
+    storage = Storage(f"file://{whole.storage.folder}")
+    copies = LocalCopies(storage, tmp_path, 10**9, Path.read_bytes)
+    first = copies["manifest.json"]
+    assert copies.storage is storage
+    monkeypatch.setattr(os, "getpid", lambda: -2)
+    assert copies["manifest.json"] == first and copies.storage is not storage
+
+
 def test_copies_that_cannot_be_deleted_make_no_room(whole, tmp_path, monkeypatch):
     """Windows keeps what somebody has mapped; another copy goes in its place."""
     copies = LocalCopies(Storage(f"file://{whole.storage.folder}"), tmp_path, 10, Path.read_bytes)

@@ -40,6 +40,28 @@ def test_local_answers_are_those_of_each_prompt_alone(talkative):
     assert backend.generate(other) != together
 
 
+def test_a_batch_without_memory_is_answered_in_halves(talkative, monkeypatch):
+    decoder = ShapeDecoder(talkative)
+    backend, original, asked = LocalBackend(decoder, max_new_tokens=6), decoder.generate, []
+    requests = [Request((Message("user", "q" * (5 + 3 * i)),), i % 2 == 0, 100 + i) for i in range(10)]
+    together = backend.generate(requests)
+
+    def generate(ids, **options):
+        asked.append(len(ids))
+        if len(ids) > most:
+            raise torch.OutOfMemoryError("no memory")
+        return original(ids, **options)
+
+    monkeypatch.setattr(decoder, "generate", generate)
+    most = 2
+    with pytest.warns(UserWarning, match="no memory for 5 answers to prompts of up to .* in two halves"):
+        assert backend.generate(requests) == together
+    assert asked == [5, 2, 3, 1, 2] * 2
+    most = 0
+    with pytest.warns(UserWarning, match="halves"), pytest.raises(torch.OutOfMemoryError):
+        backend.generate(requests)
+
+
 def test_greedy_answers_are_those_of_transformers(talkative):
     messages = (Message("user", "hello there"),)
     (answer,) = LocalBackend(ShapeDecoder(talkative), 12).generate([Request(messages, False, 0)])

@@ -308,6 +308,17 @@ def test_chances_are_taken_by_what_became_of_them(comes_true):
     assert control.worthwhile(drafted(chances), 100).size == (5 if comes_true else 2)
 
 
+def test_no_path_is_likelier_than_its_beginning_whatever_was_counted():
+    """Threads count at the same time: more may seem accepted than drafted."""
+    chances = PathChances()
+    chances._drafted += 5
+    chances._accepted += 9
+    found = chances(drafted([[0.9, 0.5, 0.4, 0.3], [0.1, 0.9, 0.1, 0.1]]))
+    tree = drafted([[0.9, 0.5, 0.4, 0.3], [0.1, 0.9, 0.1, 0.1]])
+    above = np.take_along_axis(found, tree.parent.clamp(min=0).numpy(), axis=1)
+    assert (found <= above).all()
+
+
 @pytest.mark.parametrize(
     ("chance", "tokens", "steps"),
     [(0.05, 1, 2), (None, 1, 3), (0.9, 1, 40), (None, 2, 40), (0.05, 3, 40), (0.05, 2, 2)],

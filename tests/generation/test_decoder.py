@@ -890,6 +890,16 @@ def test_the_drafter_alone_writes_what_it_drafts(tiny_model):
     assert torch.equal(out.sequences, own)
 
 
+def test_the_drafter_alone_keeps_bans_where_invalid_scores_are_made_finite(tiny_model):
+    batch, decoder = prompts([6]), ShapeDecoder(tiny_model("llama"), ModelDrafter(Target(weaker_model()), 3))
+    asked = {"acceptance": "unverified-lossy", "eos_token_id": [], "max_new_tokens": 40}
+    banned = sorted(set(decoder.generate(**batch, **asked)[0, 6:].tolist()))[:3]
+    asked |= {"bad_words_ids": [[token] for token in banned]}
+    for removed in (False, True):
+        free = decoder.generate(**batch, **asked, remove_invalid_values=removed)[0, 6:].tolist()
+        assert not set(banned) & set(free)
+
+
 def own_stops() -> dict[str, tuple[dict, str]]:
     """What says of lengths and ends otherwise than the options, which transformers then follows."""
     return {
@@ -927,6 +937,7 @@ def bad_requests() -> dict[str, tuple[dict, str]]:
         "rule": ({"acceptance": "typical"}, "acceptance rule 'typical' is unknown"),
         "trs": ({"acceptance": "trs-lossy"}, "needs the k\\^N trees"),
         "cold": ({"do_sample": True, "temperature": 0.0}, "leave do_sample off"),
+        "frozen": ({"do_sample": True, "temperature": 1e-38}, "give a number of at least 1e-30"),
         "hot": ({"do_sample": True, "temperature": "hot"}, "temperature hot cannot be sampled at; give a number"),
         "cache": ({"cache_implementation": "quantized"}, "rounds keys and values"),
         "copies": ({"num_return_sequences": 2}, "`num_return_sequences` different than 1"),

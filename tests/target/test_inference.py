@@ -2,6 +2,7 @@
 
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from threading import Barrier
@@ -18,7 +19,7 @@ from shape.drafters.base import Wrapped
 from shape.drafters.compressed import CompressedDrafter
 from shape.errors import UnsupportedGeneration
 from shape.generation.decoder import ShapeDecoder
-from shape.target.inference import evaluating, gradientless
+from shape.target.inference import all_steps, each_step, evaluating, gradientless
 from shape.target.model import Target
 from shape.target.prepack import multiplies
 
@@ -205,6 +206,50 @@ def test_the_last_of_several_threads_puts_the_modes_back():
     expected = in_training().eval().generate(IDS, max_new_tokens=30, eos_token_id=[])
     assert torch.equal(running[1].result(), expected) and torch.equal(running[0].result(), expected[:, :8])
     assert modes(model) == before
+
+
+class Unlucky(nn.Module):
+    """A module at which an interrupt comes."""
+
+    now = False
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        if self.now:
+            raise KeyboardInterrupt
+        return vars(self)["training"]
+
+    @training.setter
+    def training(self, value: bool) -> None:
+        vars(self)["training"] = value
+
+
+def test_an_interrupt_on_the_way_into_evaluation_leaves_the_modes(monkeypatch):
+    model, unlucky = in_training(), Unlucky()
+    before, context = modes(model), evaluating([model, unlucky])
+    monkeypatch.setattr(Unlucky, "now", True)
+    with pytest.raises(KeyboardInterrupt):
+        context.__enter__()
+    assert modes(model) == before
+    monkeypatch.setattr(Unlucky, "now", False)
+    with context:
+        assert not any(module.training for module in (unlucky, *model.modules()))
+    assert modes(model) == before and unlucky.training
+
+
+@pytest.mark.parametrize("within", [each_step, all_steps])
+def test_an_interrupt_that_numba_makes_an_error_of_is_one_again(within):
+    def steps():
+        yield "token"
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as interrupt:
+            raise SystemError("returned a result with an exception set") from interrupt
+
+    pieces = within(nullcontext(), steps())
+    assert next(pieces) == "token"
+    with pytest.raises(KeyboardInterrupt):
+        next(pieces)
 
 
 # ------------------------------------------------------------------------------------- closing and copying

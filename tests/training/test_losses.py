@@ -11,7 +11,16 @@ from torch import Tensor
 
 from shape.errors import ConfigError
 from shape.training import losses as module
-from shape.training.losses import mse, smooth_l1, squared_norm, step_sum, supervised, weighted_loss
+from shape.training.losses import (
+    acceptance_loss,
+    agreement_loss,
+    mse,
+    smooth_l1,
+    squared_norm,
+    step_sum,
+    supervised,
+    weighted_loss,
+)
 from shape.training.options import Losses
 
 
@@ -77,6 +86,21 @@ class TestValues:
         error = (predicted - target).abs()
         huber = torch.where(error < 1, error.square() / 2, error - 0.5)
         torch.testing.assert_close(smooth_l1(predicted, target), huber.mean(-1))
+
+    @given(seeds)
+    def test_estimates_learn_what_a_draft_from_some_tokens_is_accepted_with(self, seed: int) -> None:
+        """Of all tokens the first 7 can be drafted: what is accepted is the overlap with the whole distribution."""
+        (estimate, _), (q, _), (_, p) = (pair(seed + n, 9, size) for n, size in enumerate((1, 7, 11)))
+        estimate, log_share = estimate[:, 0], p[:, :7].logsumexp(-1) - p.logsumexp(-1)
+        accepted = torch.minimum(q.softmax(-1), p.softmax(-1)[:, :7]).sum(-1)
+        expected = module.F.binary_cross_entropy_with_logits(estimate, accepted)
+        steps, losses = torch.zeros(9, dtype=torch.int64), Losses()
+        found = acceptance_loss(losses, estimate, q, p[:, :7], steps, log_share=log_share)
+        torch.testing.assert_close(found, expected)
+        agree = (q.argmax(-1) == p.argmax(-1)).double()  # of all tokens
+        expected = module.F.binary_cross_entropy_with_logits(estimate.float(), agree.float())
+        found = agreement_loss(estimate, q, p[:, :7], 9, draftable=p.argmax(-1) < 7)
+        torch.testing.assert_close(found, expected)
 
     @given(seeds, sizes)
     def test_bounds_and_relations(self, seed: int, size: float) -> None:

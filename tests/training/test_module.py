@@ -31,6 +31,7 @@ from shape.features.store import FeatureStore
 from shape.networks import layers
 from shape.target.model import Target
 from shape.training import chunks
+from shape.training import module as training_module
 from shape.training.batches import Partition
 from shape.training.distillation import DistillModule, draft_model
 from shape.training.module import DrafterModule, ShapeModule, add_noise, draftable
@@ -253,6 +254,33 @@ def test_eagle_learns_nothing_where_the_likeliest_token_cannot_be_drafted(unequa
     never = [token for token in range(tiny_target.vocab_size) if token not in likeliest]
     predictor.draft_vocabulary = torch.tensor(never[:50])
     assert module.training_step(batch, 0) == 0
+
+
+@pytest.mark.parametrize(
+    "learns,kind", [("agreement_loss", {}), ("acceptance_loss", {"kind": "block", "markov_rank": 8, "num_steps": 4})]
+)
+def test_estimates_know_what_cannot_be_drafted(unequal, tiny_target, monkeypatch, learns, kind):
+    """Their labels, through a step of training, are of the target's whole distribution."""
+    predictor = trainable(tiny_target, confidence=True, draft_vocab_size=50, **kind)
+    module = ShapeModule(predictor, tiny_target, Losses(), replace(OPTIONS, batch_size=300), log_every=10**6)
+    module.log = lambda *_, **__: None  # type: ignore[method-assign,assignment]
+    store = FeatureStore(unequal.storage, layers=module.layers)
+    window = None if predictor.memory_shapes else WINDOW
+    batch = data_of(store, tiny_target, module.options, window=window).batches(Partition())[0]
+    given, original = [], getattr(training_module, learns)
+    monkeypatch.setattr(training_module, learns, lambda *all: [given.append(all), original(*all)][1])
+    module.training_step(batch, 0).backward()
+    known = torch.cat([each[-1] for each in given])
+    reduced = torch.cat([each[3 if learns == "acceptance_loss" else 2] for each in given])
+    whole = tiny_target.logits(batch.texts.hidden[..., -tiny_target.hidden_size :]).flatten(0, -2).float()
+    for row, logits in zip(known, reduced.float(), strict=True):  # each at the position with these logits
+        at = (whole[:, predictor.draft_vocabulary] - logits).abs().sum(-1).argmin()
+        if learns == "agreement_loss":
+            assert row == (whole[at].argmax() in predictor.draft_vocabulary)
+        else:
+            share = whole[at].softmax(-1)[predictor.draft_vocabulary].sum()
+            torch.testing.assert_close(row.exp(), share, rtol=1e-4, atol=1e-5)
+    assert known.unique().numel() > 1
 
 
 @pytest.mark.parametrize("online", [False, True])

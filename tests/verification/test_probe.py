@@ -19,6 +19,7 @@ from shape.errors import UnsupportedTarget
 from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target
 from shape.verification import probe as program
+from shape.verification.fused import FusedLayers
 from shape.verification.probe import _many_failure, probe, support_of
 from shape.verification.windows import too_wide
 
@@ -133,6 +134,27 @@ def test_unknown_logit_scaling_is_refused(tiny_model):
     target.head = lambda hidden: head(hidden) * 1.5  # type: ignore[assignment]
     with pytest.raises(UnsupportedTarget, match="logits in a way that is not known"):
         probe(target)
+
+
+@pytest.mark.parametrize("room", [16, 32, 64])
+def test_kernels_serve_as_many_tokens_as_there_is_room_for(tiny_model, room, monkeypatch, recwarn):
+    """On a GPU with less shared memory than their tiles for many tokens take: a tree's go through them."""
+
+    class Small(FusedLayers):
+        most = 64
+
+        def __call__(self, input_ids, *given, **named):
+            assert input_ids.numel() <= room
+            return super().__call__(input_ids, *given, **named)
+
+    for name in ("FusedLayers", "FusedGpuLayers"):
+        monkeypatch.setattr(program, name, Small)
+    support = probe(Target(tiny_model("llama", torch.float32)))
+    assert support.mode == "tree" and support.fused.most == room
+    said = [str(one.message) for one in recwarn if "kernels of ours" in str(one.message)]
+    assert len(said) == (room < 64) and all(
+        f"no more than {room} tokens: with more it raises Ass" in one for one in said
+    )
 
 
 @pytest.mark.parametrize("count", [24, 48])
