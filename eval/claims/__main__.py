@@ -21,9 +21,9 @@ by `python -m eval.claims` from committed results; the numbers in brackets say w
 command each came about.
 
 *Reproduced* and *contradicted* are said of the targets measured here: two small ones of 12.6M parameters, the shipped
-one and chat-12m, on two cores of a CPU. *Undecided* is a comparison of figures whose intervals overlap. *Not
-comparable* is what depends on a target's size, its text or the machine, or has no figure at the source. Of two figures
-with a semicolon between, the first is of the shipped target.
+one and chat-12m, on two cores of a CPU. *Undecided* is said where the intervals of compared figures overlap; most rows
+compare the figures alone. *Not comparable* is what depends on a target's size, its text or the machine, or has no
+figure at the source. Of two figures with a semicolon between, the first is of the shipped target.
 """
 
 # What programs were called when some results were measured, and are called now.

@@ -278,6 +278,9 @@ class BlockResiduals:
         self.strength = strength
         self._of = local()  # parts and stream of the forward that is under way, of each thread its own
 
+    def __reduce__(self) -> tuple[type, tuple[float]]:
+        return type(self), (self.strength,)
+
     def attach(self, layers: nn.ModuleList) -> None:
         for number in range(0, len(layers), ceil(len(layers) / _BLOCKS)):
             hook = self._begin if number == 0 else self._mix

@@ -1,5 +1,6 @@
 """CUDA graphs: what none can hold is found out before a capture, and a capture that fails leaves nothing behind."""
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -131,15 +132,21 @@ def captured(run: Callable[[], None], target: Target, pool: Pool | None = None) 
 @contextmanager
 def _recording(graph: "torch.cuda.CUDAGraph", handle: Any) -> Iterator[None]:
     """``torch.cuda.graph``, which leaves stream and allocator as they are while capturing where that fails."""
-    graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+    collects = gc.isenabled()
+    gc.disable()  # it might end an answer that was left half-way, which waits for its steps: no capture may do that
     try:
-        yield
-    except BaseException:
-        # What went wrong comes before what the end of the capture says about it.
-        with suppress(RuntimeError):
-            _end(graph, handle)
-        raise
-    _end(graph, handle)
+        graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+        try:
+            yield
+        except BaseException:
+            # What went wrong comes before what the end of the capture says about it.
+            with suppress(RuntimeError):
+                _end(graph, handle)
+            raise
+        _end(graph, handle)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _end(graph: "torch.cuda.CUDAGraph", handle: Any) -> None:

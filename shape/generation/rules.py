@@ -4,7 +4,6 @@ from abc import ABCMeta, abstractmethod
 from dataclasses import asdict, dataclass, fields
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from shape.drafters import Drafter, TreeShape
@@ -158,8 +157,8 @@ class UnverifiedLossy(Rule):
         return drafter if drafter.tree is None else drafter.with_tree(TreeShape(drafter.tree.depth, 1)) or drafter
 
     def __call__(self, tree: TokenTree, logits: Tensor, sampler: Sampler) -> Accepted:
-        # Of what is banned remove_invalid_values makes the least number, which has to be told from a score.
-        possible = at_nodes(tree, sampler.tree_scores(logits, tree)) > torch.finfo(torch.float32).min
+        # By probabilities: of the -inf of what is banned remove_invalid_values makes the least number.
+        possible = at_nodes(tree, sampler.tree_scores(logits, tree).softmax(-1)) > 0
         return unverified_lossy(tree, possible, sampler.choose_roots(logits, tree))
 
 

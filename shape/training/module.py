@@ -7,7 +7,7 @@ their noise, the dropout masks.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from time import monotonic
 from typing import Any, cast
 
@@ -320,7 +320,9 @@ class ShapeModule(DrafterModule):
         predicted = self._unroll(known_in(predictor, self.target, known, window), embeddings)
         learned = cut.mask
         if predictor.learns_draftable_alone and predictor.draft_vocabulary is not None:
-            learned = learned & draftable(self.target, predictor.draft_vocabulary, texts, config.num_steps)
+            best = draftable(self.target, predictor.draft_vocabulary, texts.hidden[..., -self.target.hidden_size :])
+            ahead = positions_ahead(texts, config.num_steps)
+            learned = learned & best.flatten()[ahead].unflatten(0, texts.roots.shape)
         measuring = (self.global_step + 1) % self.log_every == 0
         loss, parts, drafts = self._chunked_loss(batch, texts, cut, learned, predicted, embeddings, measuring)
         if measuring:
@@ -351,12 +353,8 @@ class ShapeModule(DrafterModule):
         reduced = predictor.reduced(cut.tokens, embeddings, predicted) if reading else None
         vocabulary = reader.reduced_vocabulary() if reading else None
         estimate, of_acceptance = None, predictor.confidence_learns == "acceptance"
-        known = None  # of the draft vocabulary, to estimates of what is accepted
         if predictor.config.confidence and embeddings is not None:
             estimate = predictor.estimate(predicted if of_acceptance else predicted.detach(), cut.tokens, embeddings)
-            if predictor.draft_vocabulary is not None:
-                of_vocabulary = log_share if of_acceptance else draftable
-                known = of_vocabulary(self.target, predictor.draft_vocabulary, texts, steps).flatten(0, 1)
         output = self.target.output_rows(predictor.draft_vocabulary) if losses.sinkhorn > 0 else None
         true, mask = cut.states.flatten(0, 1), learned.flatten(0, 1)
         positions = positions_ahead(texts, steps)
@@ -368,13 +366,15 @@ class ShapeModule(DrafterModule):
             predicted_logits = target_logits = None
             if reading:
                 predicted_logits = reader.at(kept, states, reduced, vocabulary)
-                target_logits = self._true_logits(texts, positions[chunk][kept])
+                target_logits = self._by_true_states(texts, positions[chunk][kept], reader.frozen)
             logits, step = (predicted_logits, target_logits), kept[-1]
             loss, parts = self._weighted(losses, states[kept], true[chunk][kept], *logits, step, output, whole)
             if predicted_logits is not None and target_logits is not None:
                 if estimate is not None:
-                    along = estimate[kept], predicted_logits, target_logits
-                    drafted = None if known is None else known[chunk][kept]
+                    along, drafted = (estimate[kept], predicted_logits, target_logits), None
+                    if predictor.draft_vocabulary is not None and not predictor.learns_draftable_alone:
+                        of = partial(log_share if of_acceptance else draftable, self.target, predictor.draft_vocabulary)
+                        drafted = self._by_true_states(texts, positions[chunk][kept], of)
                     parts["confidence"] = (
                         acceptance_loss(losses, *along, step, whole, drafted)
                         if of_acceptance
@@ -402,13 +402,13 @@ class ShapeModule(DrafterModule):
         return chunked_sum(loss_of, rows, shared, size, count), sums, drafts.view_as(cut.tokens)
 
     @torch.no_grad()
-    def _true_logits(self, texts: Texts, positions: Tensor) -> Tensor:
-        """What can be drafted by the target's true states at some positions of all texts, (N,) int64 -> (N, K)."""
+    def _by_true_states(self, texts: Texts, positions: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """What a function makes of the target's true states at some positions of all texts, (N,) int64 -> (N, ...)."""
         states = texts.hidden[..., -self.target.hidden_size :].flatten(0, 1)
         if texts.roots.shape[1] == 1:
-            return self._reader.frozen(states[positions])
+            return function(states[positions])
         distinct, which = positions.unique(return_inverse=True)  # steps of neighbouring roots meet
-        return self._reader.frozen(states[distinct])[which]
+        return function(states[distinct])[which]
 
     @torch.no_grad()
     def _log_agreement(self, drafts: Tensor, cut: Examples, begins: bool) -> None:
@@ -452,24 +452,23 @@ def positions_ahead(texts: Texts, steps: int) -> Tensor:
 
 
 @torch.no_grad()
-def draftable(target: Target, vocabulary: Tensor, texts: Texts, steps: int) -> Tensor:
-    """Where the target's likeliest token is one of a draft vocabulary, (K,): of h_t..h_{t+S-1}, (B, P, S) bool."""
-    best = likeliest_tokens(target, texts.hidden[..., -target.hidden_size :])
+def draftable(target: Target, vocabulary: Tensor, states: Tensor) -> Tensor:
+    """Where the target's likeliest token is one of a draft vocabulary, (K,): by states (..., H) -> (...) bool."""
+    best = likeliest_tokens(target, states)
     drafted = torch.zeros(target.vocab_size, dtype=torch.bool, device=best.device)
     drafted[vocabulary.to(best.device)] = True
-    return drafted[best].flatten()[positions_ahead(texts, steps)].unflatten(0, texts.roots.shape)
+    return drafted[best]
 
 
 @torch.no_grad()
-def log_share(target: Target, vocabulary: Tensor, texts: Texts, steps: int) -> Tensor:
-    """Logarithm of the target's probability of a draft vocabulary, (K,): at h_t..h_{t+S-1}, (B, P, S) float32."""
+def log_share(target: Target, vocabulary: Tensor, states: Tensor) -> Tensor:
+    """Logarithm of the target's probability of a draft vocabulary, (K,): by states (..., H) -> (...) float32."""
 
     def of(logits: Tensor) -> Tensor:
         logits = logits.float()
         return logits[:, vocabulary.to(logits.device)].logsumexp(-1) - logits.logsumexp(-1)
 
-    shares = _of_logits(target, texts.hidden[..., -target.hidden_size :], of)
-    return shares.flatten()[positions_ahead(texts, steps)].unflatten(0, texts.roots.shape)
+    return _of_logits(target, states, of)
 
 
 def computed_texts(target: Target, batch: Batch, layers: Sequence[int], device: torch.device) -> Texts:

@@ -1,6 +1,7 @@
 """Compressed copies of a target: as close as their ranks allow, sharing what is not compressed, harmless to it."""
 
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -177,6 +178,7 @@ def test_residuals_of_several_threads_are_each_their_own(tiny_model):
     small, _ = compress(Target(tiny_model("llama")), Compression(residuals=0.35))
     texts = [IDS[:1, :9], IDS]
     expected = [small.features(text) for text in texts]
+    assert torch.equal(Target(deepcopy(small.model)).features(IDS), expected[1])
     with ThreadPoolExecutor() as threads:
         found = list(threads.map(small.features, texts * 40))
     assert all(torch.allclose(one, expected[at % 2]) for at, one in enumerate(found))

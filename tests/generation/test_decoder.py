@@ -895,9 +895,10 @@ def test_the_drafter_alone_keeps_bans_where_invalid_scores_are_made_finite(tiny_
     asked = {"acceptance": "unverified-lossy", "eos_token_id": [], "max_new_tokens": 40}
     banned = sorted(set(decoder.generate(**batch, **asked)[0, 6:].tolist()))[:3]
     asked |= {"bad_words_ids": [[token] for token in banned]}
-    for removed in (False, True):
-        free = decoder.generate(**batch, **asked, remove_invalid_values=removed)[0, 6:].tolist()
-        assert not set(banned) & set(free)
+    for heat in ({}, {"do_sample": True, "temperature": 4.0, "seed": 1}):
+        for removed in (False, True):
+            free = decoder.generate(**batch, **asked, **heat, remove_invalid_values=removed)[0, 6:].tolist()
+            assert not set(banned) & set(free)
 
 
 def own_stops() -> dict[str, tuple[dict, str]]:

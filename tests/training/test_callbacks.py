@@ -1,10 +1,10 @@
 """How many operations a step takes."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 from training_runs import (
     OPTIONS,
     fit,
@@ -15,16 +15,30 @@ from shape.training.callbacks import CountFlops
 from shape.training.options import Losses
 
 
-def test_attention_of_grouped_queries_is_counted():
-    """As a GPU computes it, and as torch counts it from 2.12 on; before, an error ended the training."""
-    aten = torch.ops.aten
+@pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
+def test_attention_of_grouped_queries_is_counted(kind, monkeypatch):
+    """As a GPU computes it. torch's formulas refuse it before 2.12, which ended the training."""
     query, key = torch.empty(2, 6, 10, 8, device="meta"), torch.empty(2, 2, 10, 8, device="meta")
-    with FlopCounterMode(display=False, custom_mapping=callbacks._ATTENTION) as counter:
-        aten._scaled_dot_product_flash_attention(query, key, key)
-    assert counter.get_total_flops() == 2 * (2 * 2 * 6 * 10 * 10 * 8)  # scores, and values by them
-    shapes = query.shape, key.shape, key.shape
-    backwards = callbacks._ATTENTION[aten._scaled_dot_product_flash_attention_backward](query.shape, *shapes)
-    assert 2 * backwards == 5 * counter.get_total_flops()  # with the scores once more
+    forwards, backwards = callbacks.sdpa_flop_count, callbacks.sdpa_backward_flop_count
+
+    def refusing(formula):
+        def count(*shapes):
+            assert len({shape[1] for shape in shapes}) == 1  # heads
+            return formula(*shapes)
+
+        return count
+
+    monkeypatch.setattr(callbacks, "sdpa_flop_count", refusing(forwards))
+    monkeypatch.setattr(callbacks, "sdpa_backward_flop_count", refusing(backwards))
+    counted, trainer = CountFlops(), SimpleNamespace(global_step=0, world_size=1)
+    counted.on_train_batch_start(trainer)
+    attention = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention")
+    attention(query, key, key, *{"flash": (), "efficient": (None, False), "cudnn": (None, False)}[kind])
+    counted.on_train_batch_end(trainer)
+    assert counted.flops == 2 * (2 * 2 * 6 * 10 * 10 * 8)  # scores, and values by them
+    behind = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention_backward")
+    # With the scores once more.
+    assert 2 * callbacks._ATTENTION[behind](query.shape, query.shape, key.shape, key.shape) == 5 * counted.flops
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -34,7 +34,7 @@ from shape.training import chunks
 from shape.training import module as training_module
 from shape.training.batches import Partition
 from shape.training.distillation import DistillModule, draft_model
-from shape.training.module import DrafterModule, ShapeModule, add_noise, draftable
+from shape.training.module import DrafterModule, ShapeModule, add_noise, draftable, positions_ahead
 from shape.training.options import Losses, TrainingOptions
 from shape.training.validation import (
     DecodingValidation,
@@ -242,7 +242,8 @@ def test_eagle_learns_nothing_where_the_likeliest_token_cannot_be_drafted(unequa
     data = data_of(FeatureStore(unequal.storage, layers=module.layers), tiny_target, options, window=None)
     batch = data.batches(Partition())[0]
     texts, steps = batch.texts, predictor.config.num_steps
-    learned = draftable(tiny_target, predictor.draft_vocabulary, texts, steps)
+    best = draftable(tiny_target, predictor.draft_vocabulary, texts.hidden)
+    learned = best.flatten()[positions_ahead(texts, steps)].unflatten(0, texts.roots.shape)
     for row, roots in enumerate(texts.roots):
         best = tiny_target.logits(texts.hidden[row]).argmax(-1)
         for number, root in enumerate(roots.tolist()):
