@@ -179,14 +179,20 @@ def test_texts_are_learned_from_and_ask_nothing(tiny_target_folder, tmp_path, ca
     assert "speed was not measured: the data has no chats to ask" in capsys.readouterr().out
 
 
-def test_the_target_answers_first_unless_told_otherwise(tiny_target_folder, data, tmp_path, capsys, refused):
+def test_the_target_answers_first_unless_told_otherwise(
+    tiny_target_folder, data, tmp_path, capsys, refused, monkeypatch
+):
     """Prompts without answers are data enough; a second run, or one with other features, finds the answers."""
     prompts = tmp_path / "prompts.jsonl"
     rows = [json.loads(line) for line in data.read_text().splitlines()[:20]]
     asked = [{"id": row["id"], "turns": [row["conversations"][0]["value"]]} for row in rows]
     write_rows(prompts, *asked, {"id": "text", "text": "plain text has no prompt " * 4})
     more = ["--regenerate=true", "--regeneration.max_new_tokens=24", "--training.steps=3", "--limit=21"]
-    main(arguments(tiny_target_folder, prompts, tmp_path / "out", *more))
+    closed: list[ShapeDecoder] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(ShapeDecoder, "close", closed.append)
+        main(arguments(tiny_target_folder, prompts, tmp_path / "out", *more))
+    assert closed[0].drafter is None  # that answered: what it captured leaves the accelerator
     (answers,) = (tmp_path / "out/features").glob("answers-*.jsonl")
     written, store = answers.stat().st_mtime_ns, FeatureStore(tmp_path / "out/features")
     assert len(store) == 21 and "the target's own" in (tmp_path / "out/README.md").read_text()
