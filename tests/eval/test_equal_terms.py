@@ -113,7 +113,7 @@ def test_a_comparison_of_other_options_is_not_taken_for_this_one(file, tmp_path,
 def test_documents_say_what_was_measured():
     page, readme = ((ROOT / name).read_text() for name in ("docs/research/baselines.md", "README.md"))
     assert rendered(page, RESULTS.parent) == page, "run python -m eval.equal_terms --render docs/research/baselines.md"
-    told = readme.partition("**Beside other drafters.**")[2].partition("**Beside llama.cpp.**")[0]
+    told = readme.partition("**Compared with other drafters.**")[2].partition("**Compared with other engines.**")[0]
     found = [json.loads((RESULTS / f"shipped/{one}/bench/ablation.json").read_text()) for one in ("time", "positions")]
     time, positions = (
         {
