@@ -57,13 +57,14 @@ class Line:
 
 def ways(weights: list[Tensor]) -> dict[str, list[Callable[[Tensor], Tensor]]]:
     """For each way a function for each weight."""
-    blocks = [torch.ops.mkldnn._reorder_linear_weight(weight, 16) for weight in weights]
     packed = [floats.Packed.of(weight) for weight in weights]
     found: dict[str, list[Callable[[Tensor], Tensor]]] = {
-        "rows": [partial(F.linear, weight=weight) for weight in weights],
-        "oneDNN's blocks": [partial(_by_onednn, blocks=one) for one in blocks],
-        "ours": [partial(floats.product, packed=one) for one in packed],
+        "rows": [partial(F.linear, weight=weight) for weight in weights]
     }
+    if onednn_multiplies(weights[0].dtype):
+        blocks = [torch.ops.mkldnn._reorder_linear_weight(weight, 16) for weight in weights]
+        found["oneDNN's blocks"] = [partial(_by_onednn, blocks=one) for one in blocks]
+    found["ours"] = [partial(floats.product, packed=one) for one in packed]
     if weights[0].dtype == torch.bfloat16:
         for bits in (8, 4):
             found[f"ours, {bits} bits"] = [QuantizedLinear(linear(weight, None), bits) for weight in weights]
