@@ -257,12 +257,10 @@ def test_eagle_learns_nothing_where_the_likeliest_token_cannot_be_drafted(unequa
     assert module.training_step(batch, 0) == 0
 
 
-@pytest.mark.parametrize(
-    "learns,kind", [("agreement_loss", {}), ("acceptance_loss", {"kind": "block", "markov_rank": 8, "num_steps": 4})]
-)
+@pytest.mark.parametrize("learns,kind", [("agreement_loss", {}), ("acceptance_loss", NETWORKS["block"])])
 def test_estimates_know_what_cannot_be_drafted(unequal, tiny_target, monkeypatch, learns, kind):
     """Their labels, through a step of training, are of the target's whole distribution."""
-    predictor = trainable(tiny_target, confidence=True, draft_vocab_size=50, **kind)
+    predictor = trainable(tiny_target, **{**kind, "confidence": True, "draft_vocab_size": 50})
     module = ShapeModule(predictor, tiny_target, Losses(), replace(OPTIONS, batch_size=300), log_every=10**6)
     module.log = lambda *_, **__: None  # type: ignore[method-assign,assignment]
     store = FeatureStore(unequal.storage, layers=module.layers)
