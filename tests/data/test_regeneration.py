@@ -315,13 +315,13 @@ class Wordy(Echo):
 @pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz"])
 def test_memory_does_not_grow_with_the_answers(tmp_path, name):
     """Neither while they are written, nor where they are resumed, nor in the end."""
-    output, conversations = tmp_path / name, [conversation_of(f"id-{number}", "q") for number in range(60)]
+    output, conversations = tmp_path / name, [conversation_of(f"id-{number}", "q") for number in range(30)]
     for share in (Share(1, 2), Share(0, 2)):
         tracemalloc.start()
         regenerate(conversations, Wordy(), output, AnswerOptions(batch_size=2), progress=False, share=share)
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert most < 8e6, f"{most:,} bytes for 60 answers, of which two are a tenth of that"
+        assert most < 8e6, f"{most:,} bytes for 30 answers, of which two are a tenth of that"
     rows = load_conversations(output)
     assert [row.id for row in rows] == [each.id for each in conversations] and len(rows[0].texts[0].input_ids) == 10_001
 

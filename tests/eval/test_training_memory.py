@@ -38,6 +38,7 @@ def test_bounds_hold_and_the_forecast_is_near(name, monkeypatch):
     assert_near(network, measured, bounds, monkeypatch)
 
 
+@pytest.mark.slow
 def test_the_forecast_of_p_eagle_is_near(monkeypatch):
     network = {
         "kind": "peagle", "num_layers": 4, "own_heads": True, "feature_layers": [2, 16, 29], "num_steps": 8,
@@ -69,7 +70,7 @@ def test_the_environment_is_that_of_before_anything_is_written(tmp_path, monkeyp
     monkeypatch.setattr(
         training_memory.Environment, "capture", lambda device: captured.append(device) or capture(device)
     )
-    run(MemoryOptions(str(tmp_path), networks=["EAGLE-3, 7 steps"], widths=[256, 128], tokens=64))
+    run(MemoryOptions(str(tmp_path), networks=["SHAPE, 8 steps"], widths=[256, 128], tokens=64))
     assert len(captured) == 1 and (tmp_path / "memory.md").read_text().endswith(f"{capture(captured[0]).command}`.\n")
 
 

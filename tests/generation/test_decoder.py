@@ -130,12 +130,20 @@ def new_tokens(sequences: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch
     return sequences[:, batch["input_ids"].shape[1] :]
 
 
-@pytest.mark.parametrize("arch", FAMILIES)
-def test_greedy_equals_transformers_in_float64(tiny_model, arch):
+@pytest.mark.parametrize(
+    ("arch", "first", "every"),
+    [
+        ("llama", 0, 1),
+        *((arch, number % 3, 3) for number, arch in enumerate(FAMILIES) if arch != "llama"),
+        *(pytest.param(arch, 0, 1, marks=pytest.mark.slow) for arch in FAMILIES if arch != "llama"),
+    ],
+)
+def test_greedy_equals_transformers_in_float64(tiny_model, arch, first, every):
+    """With all drafters, or some of them."""
     model = tiny_model(arch)
     batch = prompts()
     expected = model.generate(**batch, max_new_tokens=40, do_sample=False)
-    for name, make in {"plain": lambda: None, **drafters()}.items():
+    for name, make in [("plain", lambda: None), *drafters().items()][first::every]:
         decoder = ShapeDecoder(model, make(), fall_back=False)
         out = decoder.generate(**batch, max_new_tokens=40, return_dict_in_generate=True)
         assert torch.equal(out.sequences, expected), name
@@ -145,7 +153,13 @@ def test_greedy_equals_transformers_in_float64(tiny_model, arch):
         assert torch.equal(alone[0, 9:], new_tokens(expected, batch)[2, :end]), name
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0.7, "top_k": 0}, {"temperature": 1.3, "top_k": 9, "top_p": 0.8}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"temperature": 0.7, "top_k": 0}, marks=pytest.mark.slow),
+        {"temperature": 1.3, "top_k": 9, "top_p": 0.8},
+    ],
+)
 def test_the_same_seed_gives_the_same_tokens_with_every_drafter(tiny_model, options):
     model = tiny_model("llama")
     batch = prompts()

@@ -85,7 +85,7 @@ def decode(model, drafter, batch, graphs, fall_back=False, **options) -> ShapeOu
     ("arch", "lengths"),
     [
         ("llama", [3, 17, 9, 1, 12]),
-        ("gpt2", [9]),
+        pytest.param("gpt2", [9], marks=pytest.mark.slow),
         *(pytest.param(arch, [3, 17, 9, 1, 12], marks=pytest.mark.slow) for arch in ("qwen2", "gpt2", "mistral")),
     ],
 )

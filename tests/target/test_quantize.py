@@ -63,7 +63,7 @@ def test_a_layer_that_is_cast_copied_traced_or_learned_through(bits):
         made(x.double())
 
 
-@pytest.mark.parametrize("how", ["int8", "int4"])
+@pytest.mark.parametrize("how", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
 def test_decoding_writes_what_the_quantised_model_writes(how):
     """By transformers with the same layers, by the plain loop, and with the predictor of the unquantised target."""
     drafted = ShapeDecoder.from_pretrained("quickstart-shape", dtype="float32", quantize=how, fall_back=False)
