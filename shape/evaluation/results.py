@@ -353,13 +353,12 @@ class SpeedResults(Results):
     def overlap_note(self) -> str:
         """How much of prompts and answers occurs in the training text, in a sentence."""
         shares = {name: show(share, ".0%") for name, share in self.overlap().items()}
-        known = f"In the training text ({self.settings['training_data']}) occur"
+        known = f"Overlap with the training text ({self.settings['training_data']}):"
         if (self.settings["target"], self.settings["training_data"]) == (bundled.TARGET, ", ".join(SHIPPED_TEXT)):
-            known = f"In the part of the training text that ships ({', '.join(SHIPPED_TEXT)}) occur at least"
+            known = f"Overlap with the training text, of which a part ships ({', '.join(SHIPPED_TEXT)}): at least"
         return (
-            f"{known} {shares['prompt_grams']} of the prompts' "
-            f"4-grams of words, {shares['answer_grams']} of the answers', and {shares['turns']} of the user's whole "
-            "turns, names and numbers masked."
+            f"{known} {shares['prompt_grams']} of the prompts' 4-grams of words, {shares['answer_grams']} of the "
+            f"answers', and {shares['turns']} of the user's whole turns (names and numbers masked)."
         )
 
     def by_category(self) -> Table:

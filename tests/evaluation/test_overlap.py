@@ -52,7 +52,7 @@ def test_the_table_says_how_much_was_seen(measured, tmp_path):
     assert measured.overlap("new") | {"answer_grams": 0} == {"prompt_grams": 0, "answer_grams": 0, "turns": 0}
     assert measured.overlap()["turns"] == pytest.approx(2 / 3)
     page, record = (tmp_path / "out" / "results.md").read_text(), (tmp_path / "out" / "results.json").read_text()
-    assert "In the training text (text.jsonl) occur" in page and "| seen 4-grams, prompts / answers |" in page
+    assert "Overlap with the training text (text.jsonl): " in page and "| seen 4-grams, prompts / answers |" in page
     shares = json.loads(record)["training_overlap"]
     assert shares["all"] == measured.overlap() and list(shares) == ["all", "old", "new"]
     assert "Tell me a story" not in record  # prompts may be others' property, and answers quote them
@@ -61,7 +61,7 @@ def test_the_table_says_how_much_was_seen(measured, tmp_path):
     assert f"asked.jsonl: {measured.overlap_note()}" in (tmp_path / "page.md").read_text()
     shipped = {"target": "quickstart-target", "training_data": "train.jsonl.gz, answers.jsonl.gz"}
     note = replace(measured, settings={**measured.settings, **shipped}).overlap_note()  # it learned from more than that
-    assert "In the part of the training text that ships (train.jsonl.gz, answers.jsonl.gz) occur at least" in note
+    assert "of which a part ships (train.jsonl.gz, answers.jsonl.gz): at least" in note
     unknown = replace(measured, records=tuple(replace(one, overlap=None) for one in measured.records))
     assert unknown.overlap() == {} and "training text" not in unknown.to_markdown()
 
