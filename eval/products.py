@@ -58,9 +58,8 @@ class Line:
 def ways(weights: list[Tensor]) -> dict[str, list[Callable[[Tensor], Tensor]]]:
     """For each way a function for each weight."""
     packed = [floats.Packed.of(weight) for weight in weights]
-    found: dict[str, list[Callable[[Tensor], Tensor]]] = {
-        "rows": [partial(F.linear, weight=weight) for weight in weights]
-    }
+    found: dict[str, list[Callable[[Tensor], Tensor]]] = {}
+    found["rows"] = [partial(F.linear, weight=weight) for weight in weights]
     if onednn_multiplies(weights[0].dtype):
         blocks = [torch.ops.mkldnn._reorder_linear_weight(weight, 16) for weight in weights]
         found["oneDNN's blocks"] = [partial(_by_onednn, blocks=one) for one in blocks]

@@ -176,9 +176,8 @@ class FixedSteps:
         if self._limit is None:
             self._limit = self.memory * free_bytes(plan.target.device)
         if sum(stage.bytes for stage in self._taken) + needed > self._limit:
-            while (
-                self._kept and free_bytes(plan.target.device) < 2 * needed
-            ):  # which the call takes without stages, too
+            # The call takes as much without stages, too.
+            while self._kept and free_bytes(plan.target.device) < 2 * needed:
                 del self._kept[0]
             raise NoRoom(
                 f"steps of fixed shapes for target {plan.target.name} need {needed / 1e6:.0f} MB for the cache of this "

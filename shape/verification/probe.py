@@ -288,9 +288,8 @@ def _tree_failure(target: Target, support: Support, prompt: Tensor, drafts: Tens
     if isinstance(support.fused, FusedGpuLayers):  # whose tiles follow from the number of tokens
         for count, fewer in _TILED.items():
             if (reason := _many_failure(target, support, prompt[:1], count, allowed)) is not None:
-                support.fused.most = (
-                    fewer  # an RTX 3090's or 4090's shared memory holds no larger tiles, an A100's some
-                )
+                # The shared memory of an RTX 3090 or 4090 holds no larger tiles, an A100's some.
+                support.fused.most = fewer
                 warnings.warn(
                     f"kernels of ours are used for forwards of target {target.name} over no more than {fewer} tokens: "
                     f"with more {reason}",
