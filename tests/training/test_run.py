@@ -190,7 +190,7 @@ def test_the_target_answers_first_unless_told_otherwise(
     more = ["--regenerate=true", "--regeneration.max_new_tokens=24", "--training.steps=3", "--limit=21"]
     closed: list[ShapeDecoder] = []
     with monkeypatch.context() as patched:
-        patched.setattr(ShapeDecoder, "close", closed.append)
+        patched.setattr(ShapeDecoder, "close", lambda decoder: closed.append(decoder))
         main(arguments(tiny_target_folder, prompts, tmp_path / "out", *more))
     assert closed[0].drafter is None  # that answered: what it captured leaves the accelerator
     (answers,) = (tmp_path / "out/features").glob("answers-*.jsonl")
