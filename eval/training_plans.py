@@ -43,7 +43,7 @@ TARGETS: dict[str, PretrainedConfig] = {
 }  # fmt: skip
 
 
-# Their templates leave out of a later prompt what stood before an answer: an empty thought.
+# Their templates leave out of a later prompt the empty thought before an answer.
 _TURN_BY_TURN = ("Qwen/Qwen3-8B",)
 
 
