@@ -52,9 +52,15 @@ def train_all(runs: Sequence[Run], jobs: int, needed: bool = True) -> dict[str, 
 
     found: dict[str, dict[int, Trained]] = {}
     with ThreadPoolExecutor(jobs) as pool:
-        for run, trained in zip(runs, pool.map(one, runs), strict=True):
-            if trained is not None:
-                found.setdefault(run.variant, {})[run.seed] = trained
+        try:
+            for run, trained in zip(runs, pool.map(one, runs), strict=True):
+                if trained is not None:
+                    found.setdefault(run.variant, {})[run.seed] = trained
+        except KeyboardInterrupt:
+            failed.set()
+            for process in tuple(_RUNNING):
+                process.terminate()
+            raise
     return found
 
 
@@ -117,12 +123,25 @@ def _carry_out(module: str, arguments: list[str], name: str, folder: Path, threa
         )
 
 
+# Commands under way, which an interrupt of this process alone is passed on to; they keep what they have then.
+_RUNNING: set[subprocess.Popen[bytes]] = set()
+
+
 def _launch(module: str, arguments: list[str], log: Path, threads: int) -> int:
     """A command as a process, its exit status; what it says goes to the end of a file."""
     with log.open("a", encoding="utf-8") as file:
         command = [sys.executable, "-m", module, *arguments]
         variables = child_variables(OMP_NUM_THREADS=str(threads))
-        return subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=variables).returncode
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=variables)
+    _RUNNING.add(process)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait()
+        raise
+    finally:
+        _RUNNING.discard(process)
 
 
 def _is_done(run: Run) -> bool:

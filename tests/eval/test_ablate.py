@@ -1,7 +1,10 @@
 """Ablations: what is trained and what it is told, resuming, what is counted, the table, and mistakes said early."""
 
 import json
+import os
+import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,7 @@ from eval.ablation.plan import Run, plan
 from eval.quality import _Measurement
 from shape import bundled
 from shape.drafters import OracleDrafter, TreeShape
-from shape.errors import CheckpointError, ConfigError
+from shape.errors import CheckpointError, ConfigError, exit_on_error
 from shape.evaluation.speed import Bench
 from shape.generation.decoder import ShapeDecoder
 from shape.training import parsing
@@ -181,6 +184,30 @@ def test_after_a_failed_training_none_begins(file, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="it failed"):
         training.train_all(runs, jobs=1)
     assert begun == [runs[0].name]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_an_interrupt_of_this_process_alone_ends_its_trainings(file, tmp_path, monkeypatch, together):
+    """As a scheduler sends it; what is under way gets it too, and no other training begins."""
+    waiting = "import pathlib, time; pathlib.Path(f'begun-{time.time_ns()}').touch(); time.sleep(600)"
+    (tmp_path / "waiting.py").write_text(waiting)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    launch = training._launch
+    monkeypatch.setattr(training, "_launch", lambda _, told, log, threads: launch("waiting", told, log, threads))
+    runs = plan(parse([str(file), f"--output={tmp_path}"]))
+
+    def interrupt() -> None:
+        while len(list(tmp_path.glob("begun-*"))) < (1 if together else 2):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    other = threading.Thread(target=interrupt)
+    other.start()
+    with pytest.raises(SystemExit, match="130"), exit_on_error():
+        training.train_together(runs, tmp_path) if together else training.train_all(runs, 2, needed=False)
+    other.join()
+    assert not training._RUNNING and len(list(tmp_path.glob("begun-*"))) == (1 if together else 2)
 
 
 def test_one_training_is_measured_with_many_trees(file, tmp_path, launched):
