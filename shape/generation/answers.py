@@ -3,7 +3,8 @@
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,7 +26,7 @@ from shape.target.loading import of_target
 from shape.target.model import announce
 
 
-@dataclass(frozen=True)
+@dataclass
 class LocalBackend:
     """A decoder.
 
@@ -41,6 +42,8 @@ class LocalBackend:
     temperature: float = 1.0
     max_length: int | None = None
     concurrency: ClassVar[int] = 1
+    # Tokens of a batch, prompts and longest answers, for which memory did not suffice.
+    _too_many: float = field(default=inf, init=False, repr=False)
 
     def describe(self) -> dict[str, Any]:
         target = self.decoder.target
@@ -87,35 +90,41 @@ class LocalBackend:
     def _decode(self, prompts: list[list[int]], sampled: bool, seeds: list[int]) -> list[list[int]]:
         """Together, or where an accelerator has no memory for that, the two halves one after the other."""
         input_ids, mask = side_by_side(prompts, self.decoder.target.device)
-        try:
-            sequences = self.decoder.generate(
-                input_ids,
-                attention_mask=mask,
-                seed=seeds,
-                max_new_tokens=self.max_new_tokens,
-                **sampling(self.temperature if sampled else 0.0),
+        count, longest = input_ids.shape
+        tokens = count * (longest + self.max_new_tokens)
+        if count == 1 or tokens < self._too_many:
+            try:
+                sequences = self.decoder.generate(
+                    input_ids,
+                    attention_mask=mask,
+                    seed=seeds,
+                    max_new_tokens=self.max_new_tokens,
+                    **sampling(self.temperature if sampled else 0.0),
+                )
+            except torch.OutOfMemoryError:
+                if count == 1:
+                    raise
+            else:
+                assert isinstance(sequences, torch.Tensor)
+                return sequences[:, longest:].tolist()
+            self._too_many = tokens
+            self._free()  # outside of the handler, whose error holds on to what it could not finish
+            warnings.warn(
+                f"no memory for {count} answers to prompts of up to {longest} tokens together; they are written in two "
+                "halves, and so are later ones of as many tokens",
+                stacklevel=2,
             )
-        except torch.OutOfMemoryError:
-            if len(prompts) == 1:
-                raise
-        else:
-            assert isinstance(sequences, torch.Tensor)
-            return sequences[:, input_ids.shape[1] :].tolist()
-        if self.decoder.graphs is not None:  # outside of the handler, whose error holds on to what it could not finish
-            self.decoder.graphs.close()
-        if input_ids.device.type == "cuda":
-            torch.cuda.empty_cache()
-        half, longest = len(prompts) // 2, input_ids.shape[1]
-        warnings.warn(
-            f"no memory for {len(prompts)} answers to prompts of up to {longest} tokens together; they are written in "
-            "two halves. A lower --regeneration.batch_size, of `shape regenerate` --batch_size, avoids the attempt",
-            stacklevel=2,
-        )
         return [
             answer
-            for part in (slice(half), slice(half, None))
+            for part in (slice(count // 2), slice(count // 2, None))
             for answer in self._decode(prompts[part], sampled, seeds[part])
         ]
+
+    def _free(self) -> None:
+        if self.decoder.graphs is not None:
+            self.decoder.graphs.close()
+        if self.decoder.target.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _answer(self, request: Request, prompt: list[int], ids: list[int]) -> Answer:
         tokenizer, said = self.decoder.tokenizer, self.decoder.target.before_end(ids)

@@ -14,7 +14,8 @@ from shape.verification.cache import KVCache
 from shape.verification.forward import new_cache, prefill
 from shape.verification.tree import root_only
 
-# Cache slots allocated at first behind the prompt for new tokens and the tree under verification; grown on demand.
+# Cache slots allocated at first behind a prompt, for new tokens and for the tree under verification. New tokens have as
+# many as the prompt, where it is longer: growing copies the whole cache, which takes more memory than they do.
 _NEW_SLOTS, _TREE_SLOTS = 512, 64
 
 
@@ -83,9 +84,9 @@ def commit_prompts(
         The cache with the prompts, they with their first tokens, and the prompts' states, (B, T, F).
     """
     target, sampler, prompts = batch.target, batch.sampler, [sequence.prompt for sequence in batch.sequences]
-    slots = min(room, _NEW_SLOTS) + _TREE_SLOTS
     distinct = {prompt: number for number, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
     lengths = [len(prompt) for prompt in distinct]
+    slots = min(room, max(_NEW_SLOTS, *lengths)) + _TREE_SLOTS
     known = None
     if memory is not None:
         width, computed_by = len(layers) * target.hidden_size, fingerprint(target.model)

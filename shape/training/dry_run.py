@@ -23,7 +23,7 @@ from huggingface_hub import try_to_load_from_cache
 from shape import bundled
 from shape.data.backends import sampling
 from shape.data.conversations import Conversation, evenly
-from shape.data.encoding import encode_row
+from shape.data.encoding import Encoded, encode_row
 from shape.data.reading import load_conversations
 from shape.data.regeneration import regenerate
 from shape.data.statistics import DataStatistics
@@ -80,7 +80,13 @@ def dry_run(options: TrainOptions) -> str:
         notes.append(f"measured: nothing, as {reason}")
     else:
         logging.getLogger(__name__).info("measuring answers, features, steps and drafts; this takes a while")
-        draft, hours = _measured(resolved, conversations, text)
+        try:
+            draft, hours = _measured(resolved, conversations, text)
+        except torch.OutOfMemoryError:
+            notes.append(
+                "measured: nothing, as memory ran out; so may the training: see --regeneration.batch_size, "
+                "--extraction.batch_size and --trainer.accumulate_grad_batches"
+            )
     return "\n".join([*Forecast(resolved, size, text, dtype, draft, hours).lines, *notes])
 
 
@@ -144,16 +150,15 @@ def _measured(
         trial = _trial(replace(options, trainer=one), name)
         trainer = trial.trainer.for_extraction()
         place(target, trainer.strategy.root_device)
-        seconds = None
         asked = [each for each in sample if each.asks]
         if asked and options.writes_answers:
-            seconds, sample = _answers(trial, target, asked, Path(name))
-        texts = single_texts(target, sample, options.skip_bad_rows)
-        length = cast(int, options.max_length)
-        encoded = [encode_row(each, target.tokenizer, length, options.skip_bad_rows) for each in texts]
-        if seconds is not None:
-            written = sum(int(each.loss_mask.sum()) for each in encoded)
+            seconds, answered = _answers(trial, target, asked, Path(name))
+            written = sum(int(each.loss_mask.sum()) for each in _encoded(options, target, answered)[1])
             hours["answers"] = tokens * text.answers * seconds / max(written, 1) / 3600
+            # Steps that compute states take as long as their texts, and those answers were cut short.
+            complete = [each for each in asked if each.messages[-1].role == "assistant"]
+            sample = (options.online and complete) or answered
+        texts, encoded = _encoded(options, target, sample)
         store = None
         if not options.online:
             store = extract(target, texts, name, trial.feature_options(), trainer)
@@ -177,6 +182,14 @@ def _measured(
     network = predictor.eval().to(target.device, target.dtype)  # type: ignore[arg-type]
     draft, step = draft_cost(ShapeDecoder(target, TrainedDrafter(network, options.tree)))
     return Draft(draft / step, f"{1e3 * draft:.3g} and {1e3 * step:.3g} ms, measured on {target.device}"), found
+
+
+def _encoded(
+    options: TrainOptions, target: Target, sample: Sequence[Conversation]
+) -> tuple[list[Conversation], list[Encoded]]:
+    """What is learned from conversations, as texts and as tokens."""
+    texts, length = single_texts(target, sample, options.skip_bad_rows), cast(int, options.max_length)
+    return texts, [encode_row(each, target.tokenizer, length, options.skip_bad_rows) for each in texts]
 
 
 def _trial(options: TrainOptions, folder: str) -> TrainOptions:

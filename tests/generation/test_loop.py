@@ -11,11 +11,13 @@ from transformers import AutoModelForCausalLM
 from shape.drafters import NgramDrafter, TrainedDrafter, TreeShape
 from shape.drafters.base import Wrapped
 from shape.errors import UnsupportedGeneration
+from shape.generation import prefill
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.eager import EagerSteps
 from shape.generation.loop import Outcome, unfinished
 from shape.generation.sequence import SequenceState
 from shape.verification import forward
+from shape.verification.cache import KVCache
 
 
 def drafter(kind):
@@ -36,6 +38,18 @@ def test_a_prefill_in_portions_gives_the_same_states(tiny_model, arch):
         assert cache.host_lengths == lengths
     for whole, parts in zip(*states, strict=True):
         torch.testing.assert_close(parts, whole, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("length", "grown"), [(3, True), (40, False)])
+def test_answers_no_longer_than_their_prompt_do_not_grow_the_cache(tiny_model, monkeypatch, length, grown):
+    """Growing copies it as a whole, beside the new one."""
+    copied, decoder = [], ShapeDecoder(tiny_model("llama"), drafter("shape"))
+    monkeypatch.setattr(prefill, "_NEW_SLOTS", 4)
+    monkeypatch.setattr(prefill, "_TREE_SLOTS", 8)
+    grow = KVCache._allocate
+    monkeypatch.setattr(KVCache, "_allocate", lambda self, extra: copied.append(extra) or grow(self, extra))
+    decoder.generate(**prompts([length, length - 1]), max_new_tokens=40, eos_token_id=[])
+    assert bool(copied) == grown
 
 
 @pytest.mark.parametrize("arch", ["llama", "mistral", "gpt2"])

@@ -1,6 +1,7 @@
 """What a training would take, said before anything is done: by config.json, and measured where weights are here."""
 
 import errno
+import json
 import os
 import re
 import tempfile
@@ -161,6 +162,34 @@ def test_steps_of_an_online_run_are_measured_with_their_states(tiny_target_folde
     main([f"--target={tiny_target_folder}", "--online=true", "--training.batch_size=64", "--dry-run"])
     assert re.search(r"hours: about \S+ \(.*features and training [^,]+\), measured here", capsys.readouterr().out)
     assert not stored
+
+
+def test_steps_that_compute_states_are_measured_on_texts_of_their_length(tiny_target_folder, tmp_path, monkeypatch):
+    """Those of the data, and not the short answers that the target is timed by."""
+    words = " ".join("abcdefghij" * 4)
+    rows = [{"prompt": f"say {i}", "completion": words} for i in range(20)]
+    (tmp_path / "data.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    lengths = []
+
+    def seconds_of_a_step(options, module, data):
+        lengths.append(max(len(ids) for ids, _ in data.texts()))
+        return 1.0
+
+    monkeypatch.setattr(dry_run, "_seconds_of_a_step", seconds_of_a_step)
+    for online in ("false", "true"):
+        given = [f"--target={tiny_target_folder}", f"--data={tmp_path / 'data.jsonl'}", f"--online={online}"]
+        main([*given, "--regeneration.max_new_tokens=8", "--training.batch_size=64", "--dry-run"])
+    assert lengths[1] > 40 > lengths[0]
+
+
+def test_running_out_of_memory_is_one_of_the_notes(tiny_target_folder, monkeypatch, capsys):
+    def measured(*_):
+        raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+
+    monkeypatch.setattr(dry_run, "_measured", measured)
+    main([f"--target={tiny_target_folder}", "--dry-run"])
+    said = capsys.readouterr().out
+    assert "measured: nothing, as memory ran out" in said and "plan: shape of" in said
 
 
 def test_mistakes_are_said_as_in_a_run(tiny_target_folder, refused):
