@@ -38,6 +38,7 @@ from shape.target.prepack import prepack
 from shape.target.size import size_of
 
 _RATES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+_DEEPEST = 16  # of chains
 _SHOWN_PLANS = 6
 _EXAMINED = 4  # prompts on which the doctor tries its suspicions
 
@@ -87,6 +88,8 @@ def check(options: CheckOptions) -> dict[str, Any]:
             "give more, or a smaller batch_size"
         )
     costs = measure_costs(decoder, options.batch_size, max(map(len, contexts)) + options.max_new_tokens)
+    deep = None if decoder.drafter is None else decoder.drafter.with_tree(TreeShape(depth=_DEEPEST, width=1))
+    deepest = _DEEPEST if deep is None or deep.tree is None else deep.tree.depth
     report: dict[str, Any] = {
         "environment": asdict(Environment.capture(target.device)),
         "settings": {
@@ -109,7 +112,7 @@ def check(options: CheckOptions) -> dict[str, Any]:
         },
         "predictor": options.predictor,
         "costs": asdict(costs),
-        "chains": [_chain(costs, rate) for rate in _RATES] if costs.draft else [],
+        "chains": [_chain(costs, rate, deepest) for rate in _RATES] if costs.draft else [],
         "break_even": {depth: _break_even(costs, depth) for depth in (1, 2, 4, 8)} if costs.draft else {},
     }
     how = {"max_new_tokens": options.max_new_tokens, "seed": options.seed, **sampling(options.temperature)}
@@ -182,9 +185,7 @@ def _lines(results: SpeedResults) -> list[dict[str, Any]]:
 
 
 def _untrained(target: Target) -> TrainedDrafter:
-    """Of recursive steps, a pass per depth, so that no depth is out of its reach; the default's one pass costs less.
-    What a draft costs does not depend on what was learned.
-    """
+    """What `shape train` would make for this target: a draft costs the same whatever was learned."""
     size = size_of(target.model)
 
     def of_width(intermediate_size: int) -> ShapeConfig:
@@ -194,8 +195,11 @@ def _untrained(target: Target) -> TrainedDrafter:
             window=8,
             intermediate_size=intermediate_size,
             num_steps=8,
-            step_mode="recursive",
-            token_conditioning="path",
+            token_conditioning="root",
+            markov_rank=64,
+            refinement="sinkhorn",
+            refinement_dim=64,
+            refinement_last_update="column",
             draft_vocab_size=draft_vocab_size(size.vocab_size, None),
             draft=asdict(TreeShape(depth=8, width=2, nodes=12)),
         )
@@ -209,15 +213,15 @@ def _untrained(target: Target) -> TrainedDrafter:
     return TrainedDrafter(predictor)
 
 
-def _chain(costs: Costs, rate: float) -> dict[str, float]:
-    """The best chain if each drafted token is accepted with some probability; a chain's forward is taken to cost as
-    much as one over as many tokens.
+def _chain(costs: Costs, rate: float, deepest: int) -> dict[str, float]:
+    """The best chain, up to some depth, if each drafted token is accepted with some probability; its forward is taken
+    to cost as much as one over as many tokens.
     """
 
     def speed(depth: int) -> float:
         return expected_length(rate, depth) / costs.step_seconds(depth + 1, depth, 1)
 
-    depth = max(range(17), key=speed)
+    depth = max(range(deepest + 1), key=speed)
     return {
         "acceptance": rate,
         "depth": depth,
@@ -258,6 +262,8 @@ def show_report(report: dict[str, Any], console: Console) -> None:
         parts = [f"{1e3 * start:.2f} + {1e3 * each:.2f} a pass" for start, each in costs["draft"].values()]
         console.print(f"a draft, ms: {', '.join(f'{part} (width {width})' for width, part in enumerate(parts, 1))}")
     if report["chains"]:
+        if report["predictor"] is None:
+            console.print("the default predictor of shape train, if the target agrees with what it drafts so often:")
         table = Table("a drafted token is accepted with", "best depth", "tokens per step", "speed-up", box=None)
         for one in report["chains"]:
             depth, length = str(one["depth"] or "none"), show(one["acceptance_length"])

@@ -20,6 +20,9 @@ from shape.networks.export import export
 from shape.networks.shape import ShapePredictor
 from shape.target.model import Target
 from shape.target.prepack import is_prepacked
+from shape.target.size import size_of
+from shape.training.defaults import network_config, resolve
+from shape.training.options import TrainOptions
 
 
 @pytest.fixture(autouse=True)
@@ -73,11 +76,14 @@ def test_before_training(capsys, questions, tiny_target_folder, tmp_path):
     assert [one["acceptance"] for one in report["chains"]] == [0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
     speeds = [one["speed_up"] for one in report["chains"]]
     assert speeds == sorted(speeds) and speeds[0] > 0.999  # not to draft is among the choices
-    assert "plans" not in report
+    assert "plans" not in report and "the default predictor of shape train" in out
     target = Target.load("quickstart-target")
     network = _untrained(target).predictor
-    config = network.config
-    assert (config.intermediate_size, config.draft_vocab_size) == (512, 2048)  # as the default of training
+    options = resolve(TrainOptions(target="another"), size_of(target.model), None)
+    wanted, config = network_config(options, target), network.config
+    wanted.target_identity = None
+    assert config.to_diff_dict() == wanted.to_diff_dict() and config.intermediate_size == 512
+    assert max(one["depth"] for one in report["chains"]) <= config.num_steps
     assert is_prepacked(network) and network.dtype == draft_dtype(target, target.device)  # as one that is loaded
     measured = {one["drafter"]: one for one in report["measured"]}
     assert measured.keys() == {"none", "ngram", "suffix", "lookahead"} and measured["none"]["speed_up"] == 1.0
