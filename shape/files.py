@@ -225,6 +225,15 @@ def human_bytes(size: float) -> str:
     return f"{size:,.0f} TB" if size >= 999.5 else f"{size:.3g} TB"
 
 
+def human_time(seconds: float) -> str:
+    """For people: 2 digits and a unit."""
+    for unit, size in (("s", 1), ("min", 60)):
+        if seconds < 99.5 * size:
+            return f"{seconds / size:.2g} {unit}"
+    hours = seconds / 3600
+    return f"{hours:.2g} h" if hours < 99.5 else f"{hours:,.0f} h"
+
+
 def _key(kind: Any, key: str) -> Any:
     """JSON's keys are strings."""
     if kind is not int:

@@ -10,7 +10,7 @@ import pytest
 
 from shape import files
 from shape.errors import ConfigError
-from shape.files import human_bytes, sole_writer, write_whole, written_together
+from shape.files import human_bytes, human_time, sole_writer, write_whole, written_together
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,14 @@ from shape.files import human_bytes, sole_writer, write_whole, written_together
 )
 def test_sizes_have_three_digits_and_no_exponent(size, shown):
     assert human_bytes(size) == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.04, "0.04 s"), (99.4, "99 s"), (99.6, "1.7 min"), (5900, "98 min"), (6000, "1.7 h"), (4e5, "111 h")],
+)
+def test_times_are_shown_to_people(seconds, shown):
+    assert human_time(seconds) == shown
 
 
 def test_one_process_writes_at_a_time(tmp_path):

@@ -14,7 +14,7 @@ from shape.data.statistics import DataStatistics
 from shape.features.costs import costs, writing
 from shape.features.manifest import state_bytes
 from shape.features.options import CostOptions
-from shape.files import human_bytes
+from shape.files import human_bytes, human_time
 from shape.networks.config import ShapeConfig
 from shape.networks.layers import SCORES_BYTES
 from shape.networks.sizing import parameters
@@ -88,7 +88,8 @@ class Forecast:
         predictor, training, size, text = self.options.predictor, self.options.training, self.size, self.text
         drafted = predictor.draft_vocab_size or size.vocab_size
         width = "" if predictor.intermediate_size is None else f"width {predictor.intermediate_size:,}, "
-        hours = ", ".join(f"{name} {each:.2g}" for name, each in self.hours.parts.items())
+        parts = self.hours.parts
+        times = ", ".join(f"{name} {human_time(3600 * hours)}" for name, hours in parts.items())
         passes = cast(int, training.steps) * training.batch_size / max(text.positions, 1)
         advice = "" if passes <= _MANY_PASSES else "; give more conversations, or fewer --training.steps"
         return [
@@ -101,7 +102,7 @@ class Forecast:
             f"target: {size.parameters / 1e6:,.1f}M parameters, {size.positions or 'unlimited'} positions",
             f"memory: about {_listed(self.memory)}",
             f"disk: about {_listed(self.disk)}",
-            f"hours: about {sum(self.hours.parts.values()):.2g} ({hours}), {self.hours.how}; without validation and "
+            f"time: about {human_time(3600 * sum(parts.values()))} ({times}), {self.hours.how}; without validation and "
             "the measurement at the end",
         ]
 

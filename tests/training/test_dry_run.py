@@ -106,9 +106,10 @@ def test_where_weights_are_here_it_is_measured(
     said = capsys.readouterr().out
     assert "measuring answers, features, steps and drafts; this takes a while" in caplog.text
     assert "ms, measured on" in said and "measured here on" in said and "not measured" not in said
-    (parts,) = re.findall(r"hours: about \S+ \((.*?)\)", said)
-    hours = dict(part.split() for part in parts.split(", "))
-    assert list(hours) == ["answers", "features", "training"] and all(float(each) > 0 for each in hours.values())
+    (parts,) = re.findall(r"time: about \S+ \S+ \((.*?)\)", said)
+    times = [part.split() for part in parts.split(", ")]
+    assert [name for name, _, _ in times] == ["answers", "features", "training"]
+    assert all(float(each) > 0 for _, each, _ in times)
     assert "answers: taken to be half as long as they may be, 8 tokens" in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.jsonl"]
     assert bool([*elsewhere.rglob("shard-*")]) == windows
@@ -153,14 +154,14 @@ def test_of_many_processes_a_portion_is_measured_and_hours_are_shared(tiny_targe
     main([*given, "--trainer.accumulate_grad_batches=2", "--trainer.devices=4"])
     assert [(each.processes, each.accumulate_grad_batches) for each in measured] == [(1, 8)]
     said = capsys.readouterr().out
-    assert "training 0.25)" in said and "shared without loss among 4 processes" in said
+    assert "training 15 min)" in said and "shared without loss among 4 processes" in said
 
 
 def test_steps_of_an_online_run_are_measured_with_their_states(tiny_target_folder, monkeypatch, capsys):
     stored = []
     monkeypatch.setattr(dry_run, "extract", lambda *arguments: stored.append(arguments))
     main([f"--target={tiny_target_folder}", "--online=true", "--training.batch_size=64", "--dry-run"])
-    assert re.search(r"hours: about \S+ \(.*features and training [^,]+\), measured here", capsys.readouterr().out)
+    assert re.search(r"time: about .* \(.*features and training [^,]+\), measured here", capsys.readouterr().out)
     assert not stored
 
 
