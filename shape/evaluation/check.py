@@ -12,7 +12,7 @@ from rich.text import Text
 
 from shape import bundled
 from shape.data.backends import off_in_words, sampling, switched_off
-from shape.drafters import Drafter, NgramDrafter, TrainedDrafter, TreeShape, make_drafter
+from shape.drafters import Drafter, TrainedDrafter, TreeShape, make_drafter
 from shape.drafters.cost import Costs, break_even, expected_length
 from shape.drafters.recipes.drafter import RecipeDrafter
 from shape.drafters.recipes.pack import Pack
@@ -60,13 +60,15 @@ def check(options: CheckOptions) -> dict[str, Any]:
     prompts, source = chosen_prompts(asked, options.limit, options.chat_template_kwargs)
     refuse_shared_ids(prompts, source)
     refuse_unknown(options.drafter or (), options.predictor, options.pack)
+    drafted = None
     if options.predictor is not None:
         decoder = ShapeDecoder.from_pretrained(
             predictor=options.predictor, target=options.target, dtype=options.dtype, **of_pair(options)
         )
     else:
         target = Target.load(options.target or "quickstart-target", dtype=options.dtype, **of_target(options))
-        decoder = ShapeDecoder(target, _untrained(target))
+        untrained = _untrained(target)
+        decoder, drafted = ShapeDecoder(target, untrained), untrained.predictor.config.draft_size
     target = decoder.target
     off = switched_off(target.model.generation_config, options.temperature)
     announce(target, off_in_words(off))
@@ -111,15 +113,12 @@ def check(options: CheckOptions) -> dict[str, Any]:
             "identity": target.identity.to_dict(),
         },
         "predictor": options.predictor,
+        "draft_vocab_size": drafted,
         "costs": asdict(costs),
         "chains": [_chain(costs, rate, deepest) for rate in _RATES] if costs.draft else [],
         "break_even": {depth: _break_even(costs, depth) for depth in (1, 2, 4, 8)} if costs.draft else {},
     }
     how = {"max_new_tokens": options.max_new_tokens, "seed": options.seed, **sampling(options.temperature)}
-    lookup = ShapeDecoder(target, NgramDrafter())
-    free = Costs(costs.batch_size, costs.context, costs.verify, {})
-    shapes = [TreeShape(depth=depth, width=1) for depth in (2, 4, 8)]
-    report["ngram"] = [asdict(one) for one in plan(free, record_drafts(lookup, contexts, **how), shapes)]
     own = None if decoder.drafter is None else decoder.drafter.tree
     if options.predictor is not None and own is not None:
         answers = record_drafts(decoder, contexts, **how)
@@ -263,7 +262,8 @@ def show_report(report: dict[str, Any], console: Console) -> None:
         console.print(f"a draft, ms: {', '.join(f'{part} (width {width})' for width, part in enumerate(parts, 1))}")
     if report["chains"]:
         if report["predictor"] is None:
-            console.print("the default predictor of shape train, if the target agrees with what it drafts so often:")
+            drafted = f"drafting from {report['draft_vocab_size']:,} tokens"
+            console.print(f"the default predictor of shape train, {drafted}, if the target agrees so often:")
         table = Table("a drafted token is accepted with", "best depth", "tokens per step", "speed-up", box=None)
         for one in report["chains"]:
             depth, length = str(one["depth"] or "none"), show(one["acceptance_length"])
@@ -280,7 +280,8 @@ def show_report(report: dict[str, Any], console: Console) -> None:
         console.print(table)
     if "doctor" in report:
         _show_diagnosis(report["doctor"], console)
-    console.print(_plans(report))
+    if "plans" in report:
+        console.print(_plans(report["own"], report["plans"]))
     if reasons := (asked := report["prompts"])["reasons"]:
         console.print(f"{asked['measured']} of {asked['given']} prompts measured ({'; '.join(reasons)})")
     if report["measured"]:
@@ -307,16 +308,14 @@ def _show_diagnosis(found: dict[str, Any], console: Console) -> None:
     console.print(Text.assemble(("Far below what it should accept.", "bold red"), told))
 
 
-def _plans(report: dict[str, Any]) -> Table:
-    own, plans = report.get("own"), report.get("plans", [])
+def _plans(own: dict[str, Any], plans: list[dict[str, Any]]) -> Table:
     shown = plans[:_SHOWN_PLANS]
-    if own is not None and own not in shown:
+    if own not in shown:
         shown.append(own)
-    labels = [shape_name(one["shape"]) + (" (its own)" if one == own else "") for one in shown]
     table = Table("draft, the fastest first", "tokens/step", "nodes", "passes", "ms/step", "speed-up", box=None)
     table.columns[0].no_wrap = True
-    lookup = report["ngram"][0]
-    for label, one in zip([*labels, f"n-gram: {shape_name(lookup['shape'])}"], [*shown, lookup], strict=True):
+    for one in shown:
+        label = shape_name(one["shape"]) + (" (its own)" if one == own else "")
         figures = [show(one[key], ".1f") for key in ("nodes", "passes")]
         milliseconds = show(1e3 * one["seconds"])
         table.add_row(label, show(one["acceptance_length"]), *figures, milliseconds, show(one["speed_up"], unit="x"))

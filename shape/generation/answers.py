@@ -34,7 +34,8 @@ class LocalBackend:
         decoder: with a drafter, which changes the time and not the answers, or without.
         max_new_tokens: longest answer, in tokens.
         temperature: of the sampled answers.
-        max_length: tokens of a conversation that are learned from: prompts that reach it are not answered.
+        max_length: tokens of a conversation that are learned from: prompts that reach it are not answered, and answers
+            are cut there.
     """
 
     decoder: ShapeDecoder
@@ -48,10 +49,16 @@ class LocalBackend:
     def describe(self) -> dict[str, Any]:
         target = self.decoder.target
         identity = {k: v for k, v in target.identity.to_dict().items() if k not in ("name", "revision")}
-        sampling = {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature}
         bound = {} if self.max_length is None else {"max_length": self.max_length}
         known = {"weights": weights} if (weights := weights_hash(target.model)) else {}
-        return {"dtype": str(target.dtype), **sampling, **bound, **identity, **known}
+        return {
+            "dtype": str(target.dtype),
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": self.temperature,
+            **bound,
+            **identity,
+            **known,
+        }
 
     def generate(self, requests: Sequence[Request]) -> list[Answer | DataError | None]:
         answers: list[Answer | DataError | None] = [None] * len(requests)
@@ -68,7 +75,7 @@ class LocalBackend:
                 seeds = [requests[index].seed for index in prompts]
                 written = self._decode(list(prompts.values()), sampled, seeds)
                 for (index, prompt), ids in zip(prompts.items(), written, strict=True):
-                    answers[index] = self._answer(requests[index], prompt, ids)
+                    answers[index] = self._answer(requests[index], prompt, ids[: self._room(prompt)])
         return answers
 
     def _prompt(self, request: Request) -> list[int] | None:
@@ -87,18 +94,24 @@ class LocalBackend:
             )
         return ids
 
+    def _room(self, prompt: list[int]) -> int:
+        """Tokens of the longest answer to a prompt."""
+        room = self.max_new_tokens if self.max_length is None else self.max_length - len(prompt)
+        return min(self.max_new_tokens, room)
+
     def _decode(self, prompts: list[list[int]], sampled: bool, seeds: list[int]) -> list[list[int]]:
         """Together, or where an accelerator has no memory for that, the two halves one after the other."""
         input_ids, mask = side_by_side(prompts, self.decoder.target.device)
         count, longest = input_ids.shape
-        tokens = count * (longest + self.max_new_tokens)
+        most = max(map(self._room, prompts))
+        tokens = count * (longest + most)
         if count == 1 or tokens < self._too_many:
             try:
                 sequences = self.decoder.generate(
                     input_ids,
                     attention_mask=mask,
                     seed=seeds,
-                    max_new_tokens=self.max_new_tokens,
+                    max_new_tokens=most,
                     **sampling(self.temperature if sampled else 0.0),
                 )
             except torch.OutOfMemoryError:

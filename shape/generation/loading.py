@@ -180,8 +180,11 @@ def _own_layer(target: TargetSource, **hub: Any) -> Predictor:
 
 
 def draft_dtype(target: Target, device: torch.device) -> torch.dtype:
-    """bfloat16 where the hardware multiplies in it: a draft's rounding costs acceptance, never a token."""
-    if device.type == target.device.type and target.dtype != torch.float32:
+    """bfloat16 where the hardware multiplies in it: a draft's rounding costs acceptance, never a token. Float16 has no
+    fast kernels on a CPU.
+    """
+    slow = torch.float16 if device.type == "cpu" else None
+    if device.type == target.device.type and target.dtype not in (torch.float32, slow):
         return target.dtype
     return torch.bfloat16 if multiplies_bfloat16(device) else torch.float32
 

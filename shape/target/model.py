@@ -5,6 +5,7 @@ Indexing used everywhere: ``h_i`` is the vector that enters the target's output 
 """
 
 import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain, takewhile
@@ -181,6 +182,12 @@ class Target:
         if quantize is not None:
             quantize_model(model, quantize)
         loaded = cls(model.requires_grad_(False), tokenizer, name=str(target), revision=revision)
+        if quantize is None and loaded.device.type == "cpu" and loaded.dtype == torch.float16:
+            warnings.warn(
+                f"target {loaded.name} is in float16, for which a CPU has no fast kernels; give --dtype bfloat16, or "
+                "float32, which is exact",
+                stacklevel=2,
+            )
         loaded._prepack(prepacked)
         return loaded
 

@@ -3,13 +3,14 @@
 Where a weight lies in rows, as in every checkpoint, a product with few tokens spends most of its time on bringing the
 weight into blocks (bfloat16), or goes to kernels made for many tokens (float32): a forward over the dozen nodes of a
 tree then takes up to three times as long as one over a single token. With weights in blocks it takes little longer, and
-that is what speculation lives on. It costs a second copy of the weights in memory. ``python eval/forwards.py`` measures
-both on a machine.
+that is what speculation lives on. It costs a second copy of the weights in memory. ``python -m eval.forwards``
+measures both on a machine.
 
 Blocks are those of our own kernels (``shape.target.floats``), which for the tokens of a tree were as fast as oneDNN's
 or faster wherever both were measured (two cores with AVX-512, and with AMX); else oneDNN's.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from transformers.pytorch_utils import Conv1D
 
+from shape.files import human_bytes
 from shape.target import floats
 from shape.target.inference import state_of
 
@@ -128,6 +130,13 @@ def prepack(model: nn.Module, wanted: bool | None = None) -> bool:
     if wanted or size <= _SHARE * psutil.virtual_memory().available:
         for layer in layers:
             layer.forward = PrepackedForward(layer)
+    else:
+        warnings.warn(
+            f"no copy of the weights is made in the layout of fast kernels, as its {human_bytes(size)} are more than "
+            "half of the free memory: forwards over several tokens, and so drafts, may take several times as long. "
+            "Free memory, or give --quantize int8",
+            stacklevel=2,
+        )
     return is_prepacked(model)
 
 

@@ -69,7 +69,7 @@ def dry_run(options: TrainOptions) -> str:
         text = preparation.text_to_learn(first, conversations, excluded, tokenizer)
     if options.writes_answers:
         if text.answers == 0:
-            each = preparation.longest_answer(first) // 2
+            each = first.longest_answer // 2
             text = _answered(text, conversations, each)
             notes.append(f"answers: taken to be half as long as they may be, {each} tokens")
         else:
@@ -208,7 +208,7 @@ def _answers(
     """Seconds that the target took to answer, and its answers."""
     # All by the more frequent of greedy and sampled: divided, each half would take as long as a whole batch of a run.
     chosen = replace(options.regeneration, sampled_share=round(options.regeneration.sampled_share))
-    longest = min(_ANSWER, preparation.longest_answer(options))
+    longest = min(_ANSWER, options.longest_answer)
     with ShapeDecoder(target) as decoder:
         as_asked = sampling(chosen.temperature if chosen.sampled_share else 0.0)
         decoder.warm_up(batch_size=len(asked), max_new_tokens=longest, **as_asked)

@@ -4,7 +4,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from shape import bundled
 from shape.data.options import AnswerOptions
@@ -362,6 +362,11 @@ class TrainOptions(TargetOptions):
     def writes_answers(self) -> bool:
         """Whether the target has answers to write first."""
         return self.regenerate and not self.uses_bundled_answers
+
+    @property
+    def longest_answer(self) -> int:
+        """Tokens of an answer that the target writes, at most, where `max_length` is known."""
+        return max(1, min(self.regeneration.max_new_tokens, cast(int, self.max_length) // 2))
 
     def check(self) -> None:
         """Raises ConfigError for options that contradict each other or are out of range, before anything is loaded."""

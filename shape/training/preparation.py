@@ -212,7 +212,7 @@ def _regenerated(
     """
     folder = home.folder or Path(options.output)
     place(target, trainer.strategy.root_device)
-    chosen = replace(options.regeneration, max_new_tokens=longest_answer(options))
+    chosen = replace(options.regeneration, max_new_tokens=options.longest_answer)
     decoder = ShapeDecoder(target)
     backend = LocalBackend(decoder, chosen.max_new_tokens, chosen.temperature, options.max_length)
     answers = answers_file(conversations, backend, folder, chosen)
@@ -233,7 +233,8 @@ def _regenerated(
     )
     decoder.close()  # frees captured steps and their caches, which a cycle of references would keep
     chats = [each for each in answered if each.asks]
-    cut = sum(not all(message.finished for message in each.messages) for each in chats)
+    within = (each for each in chats if all(len(text.input_ids) < cast(int, options.max_length) for text in each.texts))
+    cut = sum(not all(message.finished for message in each.messages) for each in within)
     if cut > _MANY_CUT * len(chats):
         rank_zero_warn(
             f"{cut} of {len(chats)} conversations end in an answer that was cut at {chosen.max_new_tokens} tokens; "
@@ -242,11 +243,6 @@ def _regenerated(
             "--chat_template_kwargs.enable_thinking false"
         )
     return answered
-
-
-def longest_answer(options: TrainOptions) -> int:
-    """Tokens of an answer that the target writes, at most."""
-    return max(1, min(options.regeneration.max_new_tokens, cast(int, options.max_length) // 2))
 
 
 def held_out_numbers(options: TrainOptions, conversations: list[Conversation]) -> set[int]:

@@ -91,6 +91,29 @@ def learned(path, target: Target, length: int) -> list[tuple[list[int], list[boo
     return [(text.input_ids[:end].tolist(), text.loss_mask[:end].tolist()) for text, end in found if end]
 
 
+def test_answers_are_cut_where_training_cuts_their_conversation(talkative, monkeypatch):
+    """Whatever is beside them in the batch, which ends with the last of them."""
+    requests = [Request((Message("user", "q" * (5 + 9 * i)),), False, 0) for i in range(5)]
+    decoder = ShapeDecoder(talkative)
+    whole = LocalBackend(decoder, max_new_tokens=30).generate(requests)
+    prompts, answers = zip(*(answer.tokens for answer in whole), strict=True)
+    most = len(prompts[-1]) + 2
+    original, asked = decoder.generate, []
+
+    def generate(ids, **options):
+        asked.append(options["max_new_tokens"])
+        return original(ids, **options)
+
+    monkeypatch.setattr(decoder, "generate", generate)
+    backend = LocalBackend(decoder, max_new_tokens=30, max_length=most)
+    for some in (slice(0, 5), slice(2, 5), slice(4, 5)):
+        found = [answer.tokens for answer in backend.generate(requests[some])]
+        assert [ids for _, ids in found] == [
+            ids[: most - len(prompt)] for prompt, ids in zip(prompts[some], answers[some], strict=True)
+        ]
+    assert asked == [min(30, most - len(prompts[first])) for first in (0, 2, 4)] and asked[-1] == 2
+
+
 @pytest.mark.filterwarnings("error:.*end early or are left out")
 def test_what_training_would_throw_away_is_not_answered(talkative, tmp_path):
     """A conversation ends, quietly, once its prompt is as long as what is kept of it."""

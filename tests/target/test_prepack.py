@@ -213,7 +213,9 @@ def test_what_is_not_a_plain_layer_is_left_alone(monkeypatch):
     assert not prepack(model, True) and hooked.forward is theirs
     assert prepack(layers(), True) and not prepack(layers(), False)
     monkeypatch.setattr(shape.target.prepack, "_SHARE", 0.0)
-    assert not prepack(layers()) and prepack(layers(), True)
+    with pytest.warns(UserWarning, match=r"no copy of the weights is made .* give --quantize int8"):
+        assert not prepack(layers())
+    assert prepack(layers(), True)
 
 
 def test_a_model_at_hand_is_its_owners(tiny_model):

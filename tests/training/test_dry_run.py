@@ -55,8 +55,16 @@ def test_weights_in_fewer_bits_take_less_memory(method, more, weights, tmp_path,
     config = LlamaConfig(**LLAMA_8B, dtype="bfloat16", **({"quantization_config": method} if method else {}))
     config.save_pretrained(tmp_path / "T")
     main([f"--target={tmp_path / 'T'}", *more, "--dry-run"])
-    (found,) = re.findall(r"target ([\d.]+) GB", capsys.readouterr().out)
+    found, *_ = re.findall(r"target ([\d.]+) GB", capsys.readouterr().out)
     assert float(found) == pytest.approx(weights, abs=0.06)
+
+
+def test_what_answering_takes_is_said(tmp_path, capsys):
+    """Keys and values of 16 texts of 1,024 tokens, with room for answers of half as many, of 114,688 bytes a token."""
+    Qwen3Config(**QWEN_06B, dtype="bfloat16").save_pretrained(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n' * 9)
+    main([f"--target={tmp_path}", f"--data={tmp_path / 'prompts.jsonl'}", "--dry-run"])
+    assert "; while answering at most 4.01 GB (target 1.19 GB, keys and values 2.82 GB)" in capsys.readouterr().out
 
 
 def test_what_the_user_gives_is_planned_with(tmp_path, capsys):
@@ -67,7 +75,7 @@ def test_what_the_user_gives_is_planned_with(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "596.0M parameters" in said and "77 steps of 1,024" in said and "width 256" in said
     (disk,) = re.findall(r"disk: .*", said)
-    assert "checkpoints" in disk and "features" not in disk and "answers" not in said
+    assert "checkpoints" in disk and "features" not in disk and "answers" not in said and "answering" not in said
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("auto", "1.19 GB"), ("float32", "2.38 GB")])

@@ -154,6 +154,27 @@ def test_losses_in_chunks_are_those_of_all_roots_at_once(unequal, tiny_target, k
         torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("rows", "most"), [(10_000, 10_000), (STEPS, 8)])
+def test_agreement_is_looked_at_in_so_many_roots_as_it_has_logits_for(unequal, tiny_target, rows, most, monkeypatch):
+    """Those of a large vocabulary would take as long as some steps."""
+    seen: list[torch.Tensor] = []
+
+    def likeliest(target: Target, states: torch.Tensor) -> torch.Tensor:
+        seen.append(states)
+        return torch.zeros(states.shape[:-1], dtype=torch.int64)
+
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", rows * 4 * tiny_target.vocab_size)
+    monkeypatch.setattr(training_module, "likeliest_tokens", likeliest)
+    module = ShapeModule(trainable(tiny_target), tiny_target, Losses(), OPTIONS, log_every=1)
+    logged: dict[str, torch.Tensor] = {}
+    module.log = lambda name, value, **_: logged.update({name: value})  # type: ignore[method-assign,assignment]
+    data = data_of(FeatureStore(unequal.storage, layers=module.layers), tiny_target, window=WINDOW, max_length=160)
+    batch = data.batches(Partition())[0]
+    module.training_step(batch, 0)
+    assert len(seen[0]) == min(OPTIONS.batch_size, -(-OPTIONS.batch_size // -(-OPTIONS.batch_size // most)))
+    assert logged["train/chain_AL"] >= 1
+
+
 @pytest.mark.parametrize("kind", ["eagle", "block", "shape with attention"])
 def test_checkpointing_and_attention_in_parts_change_no_gradient(unequal, tiny_target, kind, monkeypatch):
     def gradients(checkpointing: bool) -> dict[str, torch.Tensor | None]:
