@@ -387,7 +387,7 @@ def _found(record: Mapping[str, Any], name: str) -> str:
 def _alike(record: Mapping[str, Any]) -> str:
     """The shape of drafts in the search."""
     tree = TreeShape(**record["options"]["variants"][record["lines"][0]["variant"]]["tree"])
-    return f"{tree.depth} deep at most, {tree.width} wide, {tree.nodes} nodes"
+    return f"{tree.depth} deep, or as deep as a method predicts, {tree.width} wide, {tree.nodes} nodes"
 
 
 _SEARCHED = ("found by the search", "acceptance length in one shape for all", "its own draft")

@@ -14,7 +14,7 @@ from shape.files import reading
 SHIPPED, OTHER = "shipped/bfloat16-t0", "chat-12m/sgd-bfloat16-t0"
 # Ablations of drafters of several kinds, trained in equal time, on both targets.
 BASELINES = "equal-terms/shipped/time/bench", "equal-terms/chat-12m/time/bench"
-SMALL = "a forward of 12.6M parameters is bound by calls, so drafts cost much of it"
+SMALL = "beside so short a step as that of 12.6M parameters drafts cost much"
 
 
 @dataclass

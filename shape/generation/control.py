@@ -17,7 +17,8 @@ from shape.verification.compiled import compiled, runs_on_host
 from shape.verification.tree import TokenTree, keep_best
 
 # Where the clock must not decide, the acceptance length at which a drafted step is taken to be worth its time: a tree
-# costs 1.1 to 1.3 single tokens, and its draft 0.1 to 0.3 (``python eval/forwards.py``, efficiency).
+# costs 1.1 to 1.3 single tokens of a target whose weights exceed the caches, and its draft 0.1 (``python -m
+# eval.forwards``). Beside the 12M target that ships a drafted step costs 2.6 to 2.8 of them (eval/results/efficiency).
 FIXED_BREAK_EVEN = 1.4
 
 

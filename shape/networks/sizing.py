@@ -7,7 +7,7 @@ What each rule was measured by is in `eval/results/sizes`; docs/guides/train.md 
 - **Layers that are read**, of eagle: those of the published checkpoints, [2, L / 2, L - 3].
 - **Width**: so that the network has a twenty-fifth of the weights that a step of the target reads. Acceptance length
   grows with about the 0.04th power of the width, which is lost again where the network costs some 4 % of a step. Never
-  below 512 (or twice the hidden size, if that is less): small targets are bound by calls and not by bytes. Never above
+  below 512 (or twice the hidden size, if that is less): beside small targets calls cost as much as bytes. Never above
   the hidden size otherwise: wider ones were not measured, and take much memory to train.
 """
 

@@ -23,7 +23,7 @@ def gradientless(networks: Iterable[nn.Module]) -> type[torch.inference_mode] | 
     """Makes contexts, or decorators, within which these are computed with and nothing is kept for gradients.
 
     ``torch.inference_mode`` where they allow it: PyTorch then spares every operation the bookkeeping of views and
-    versions, which takes a tenth of a small target's forward on a CPU (``python eval/forwards.py``). What is made
+    versions, which takes a tenth of a small target's forward on a CPU (``python -m eval.forwards``). What is made
     there cannot be trained on. Weights of classes of their own (torchao's and quanto's, bitsandbytes', DTensor) may not
     allow it (https://github.com/pytorch/pytorch/issues/170419), and rotary frequencies that a model makes anew for
     longer texts stay with it, for its owner to train with: beside these it is ``torch.no_grad``.
