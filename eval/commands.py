@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]  # whose commands are run, from
 
 @dataclass(frozen=True)
 class Spent(Sums):
-    """On one prompt, over all rounds; `equal` are answers that are those of the plain loop, or their share."""
+    """On one prompt, over all rounds; `equal` are answers that are those of autoregressive decoding, or their share."""
 
     seconds: float = 0.0
     tokens: int = 0

@@ -88,7 +88,7 @@ class _Lines(logging.Handler):
 
 
 def log_to_stderr() -> None:
-    """What commands do with the messages of the logger "shape"; a handler that is already there goes before."""
+    """Send the messages of the logger "shape" to standard error, unless it has a handler already."""
     logger = logging.getLogger("shape")
     if not logger.handlers:
         logger.addHandler(_Lines())
@@ -203,7 +203,7 @@ def _warned(
 
 
 def _explained(error: Exception) -> str | None:
-    """What happened, and what to do about it; None for an error that is nobody's input."""
+    """What happened, and what to do about it; None for an error that no input of the user caused."""
     if is_full_disk(error):
         return f"there is no space left to write ({error}); free some, and give the same command again"
     if isinstance(error, OSError) and error.filename is not None:

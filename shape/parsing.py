@@ -42,8 +42,8 @@ class CommandParser(ArgumentParser):
     """jsonargparse's parser, as all commands have it; `command_parser` makes one.
 
     `--help` shows the options that people use and `--help-all` all of them, both with the defaults that apply. Hyphens
-    in names mean underscores, and lists may be written with commas alone. What the command line says goes before what
-    files do, in whatever order they are given.
+    in names mean underscores, and lists may be written with commas alone. The command line takes precedence over
+    files, whatever the order.
     """
 
     common: frozenset[str] = frozenset()  # what --help shows; nothing here means all

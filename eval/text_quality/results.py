@@ -1,6 +1,7 @@
 """What a measurement of quality found (`eval.quality`), and the figures derived from it.
 
-Every figure is a ratio of sums over prompts, with an interval by bootstrap over prompts, as in `results`.
+Every figure is a ratio of sums over prompts, with an interval by bootstrap over prompts (see
+`shape.evaluation.results`).
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from eval.text_quality.similarity import f1
-from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import Estimate, Sums, number, over_prompts, ratio
 from shape.evaluation.files import Results
 from shape.evaluation.markdown import DASH, Table, markdown, share, show
@@ -116,12 +116,8 @@ class QualityResults(Results):
     """
 
     what, record, named = "this measurement of quality", QualityRecord, "modes"
-    label: str
-    settings: dict[str, Any]
-    own: dict[str, str]
-    environment: Environment
     records: tuple[QualityRecord, ...]
-    skipped: dict[str, str]
+    own: dict[str, str]
 
     @property
     def modes(self) -> dict[str, str]:

@@ -5,9 +5,9 @@
 *Engine efficiency* is (bare target forward + bare drafter forwards) / measured time of a step, the median over answers.
 A bare target forward is one over as many tokens as the step verified, behind as many cached ones, with masks and
 positions at hand and nothing done with its logits; bare drafter forwards are its network alone, as many passes as the
-draft took. Both are run again for every step of an answer right behind that answer, so that a slow minute falls on all
-of them. What is left is ours: growing trees, masks, noise, acceptance, cache, bookkeeping. Without drafts it
-is t(1) / step.
+draft took. Both are run again for every step right after each answer, so that a slow spell of the machine affects all
+of them alike. What is left is ours: growing trees, masks, noise, acceptance, cache, bookkeeping. Without drafts it is
+t(1) / step.
 
 Methods answer the same prompts in turn, in rotating order. `oracle` drafts the true continuation with a fifth of its
 tokens corrupted at random, at no cost: its speed-up is simulated, its efficiency is not.

@@ -30,7 +30,7 @@ from shape.target.inference import evaluating
 from shape.target.model import Target
 
 _CLEARLY = 0.25  # more tokens a forward than as loaded: neighbouring layers, for example, are all of some use
-_LITTLE = 1.6  # an acceptance length below which a trained drafter's is not what it was trained to
+_LITTLE = 1.6  # a trained drafter with a lower acceptance length does not do what it was trained to do
 # How chat templates call what switches reasoning, in words, and the values that it takes.
 _ON_OR_OFF = {True: "on", False: "off"}
 _THINKING: dict[str, tuple[str, dict[Any, str]]] = {
@@ -277,8 +277,8 @@ def in_chains(
 ) -> tuple[list[Answered], float]:
     """Greedy answers to prompts, (T,) int64 each, and the acceptance length of the chains that they were decoded with.
 
-    By teacher forcing on the same answers (`acceptance`) it differs by rounding alone, unless the two ways on which a
-    network is fed do.
+    Teacher forcing on the same answers (`acceptance`) gives the same value up to rounding, unless training and decoding
+    feed the network differently.
     """
     chain = TreeShape(predictor.config.num_steps, width=1)
     decoder, answers = ShapeDecoder(target, TrainedDrafter(predictor, chain), fall_back=False), []

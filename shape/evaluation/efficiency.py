@@ -71,7 +71,7 @@ class Case:
 
     @property
     def efficiency(self) -> float | None:
-        """The median over answers, so that what a machine did beside a few of them does not decide. None for
+        """The median over answers, so that other load during a few of them does not dominate. None for
         transformers, whose steps are not ours to look into.
         """
         return median(self.shares) if self.shares else None

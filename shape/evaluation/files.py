@@ -3,8 +3,8 @@
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, fields, replace
-from typing import Any, ClassVar, Self, cast
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, ClassVar, Self
 
 from shape.errors import DataError
 from shape.evaluation.environment import Environment
@@ -36,6 +36,7 @@ def json_by_line(head: dict[str, Any], name: str, records: Iterable[dict[str, An
     return f'{json.dumps(head, indent=1)[:-2]},\n "{name}": [\n{lines}\n]}}\n'
 
 
+@dataclass(frozen=True)
 class Results:
     """Base of dataclasses that hold records, one for each prompt, and what was asked for.
 
@@ -56,7 +57,7 @@ class Results:
 
     def write(self, figures: dict[str, Any]) -> str:
         """All fields as JSON, and figures for readers, which are not read back."""
-        own = {each.name: getattr(self, each.name) for each in fields(cast(Any, self)) if each.name != "records"}
+        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "records"}
         own["environment"] = asdict(self.environment)
         head = {"schema_version": SCHEMA_VERSION, **own, **figures}
         return json_by_line(head, "records", (asdict(record) for record in self.records))
@@ -71,6 +72,6 @@ class Results:
                     f"{cls.what} has schema version {version}, this program reads {SCHEMA_VERSION}; measure again"
                 )
             records = tuple(map(cls.record.from_dict, values["records"]))
-            found: Any = typed(cls, {each.name: values[each.name] for each in fields(cast(Any, cls))} | {"records": []})
+            found: Any = typed(cls, {each.name: values[each.name] for each in fields(cls)} | {"records": []})
             typed(dict[str, str], found.settings[cls.named])
             return replace(found, records=records)

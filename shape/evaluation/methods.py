@@ -68,7 +68,7 @@ def target_settings(target: Target) -> dict[str, Any]:
 
 
 def prompts_hash(prompts: Sequence[Prompt]) -> str:
-    """By which two measurements know that they asked the same."""
+    """A hash that tells whether two measurements used the same prompts."""
     asked = repr(list(prompts))
     more = [(prompt.template, [message.more for message in prompt.messages]) for prompt in prompts]
     if any(template or any(messages) for template, messages in more):  # the others keep the hash that they always had

@@ -15,7 +15,6 @@ from rich.table import Table as ScreenTable
 from shape import bundled
 from shape.data.backends import off_in_words
 from shape.data.conversations import Conversation
-from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import ENOUGH, Estimate, Sums, few_units_note, number, over_prompts, ratio
 from shape.evaluation.files import Results
 from shape.evaluation.markdown import Table, markdown, on_screen, share, show
@@ -38,7 +37,7 @@ class Tally(Sums):
     prefill_seconds: Any = 0.0
     forwards: Any = 0  # target forwards after the prefill
     draft_steps: Any = 0  # of these, the ones that had a draft to verify
-    drafted: Any = 0  # tokens proposed; 0 in results of before it was counted
+    drafted: Any = 0  # tokens proposed; 0 in older results, which did not count it
     accepted: Any = 0  # drafted tokens accepted
     draft_seconds: Any = 0.0
     verify_seconds: Any = 0.0
@@ -104,7 +103,7 @@ class PromptRecord:
 
     Attributes:
         cut: why turns were left out.
-        details: empty in results of before it was kept.
+        details: empty in older results, which did not keep it.
         overlap: with the training text, where that is known.
         texts: what the user said at every turn, and the answer that became the context; not in files of results.
     """
@@ -174,11 +173,7 @@ class SpeedResults(Results):
     """
 
     what, record, named = "this file of results", PromptRecord, "methods"
-    label: str
-    settings: dict[str, Any]
-    environment: Environment
     records: tuple[PromptRecord, ...]
-    skipped: dict[str, str]
 
     @cached_property
     def total(self) -> dict[str, Tally]:

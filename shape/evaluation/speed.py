@@ -201,7 +201,7 @@ def settings_of(
         "prompts": source or "the given prompts",
         "prompts_hash": prompts_hash(prompts),
         **asdict(setting),
-        **({"switched_off": off} if off else {}),  # without any, results of before are of the same settings
+        **({"switched_off": off} if off else {}),  # left out where empty, so that older results match
     }
 
 

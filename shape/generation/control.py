@@ -30,8 +30,8 @@ class SpeculationControl:
     is compared with the break-even: seconds of a drafted step over seconds of an autoregressive one, both as measured
     while decoding, behind as much context. Below it autoregressive steps follow, after few drafted ones where that is
     clear; then a few drafted ones probe whether the text has become easier, and each probe in vain doubles the wait for
-    the next. Where the chances of a draft's nodes are known, its step counts for the mean of the tokens that it
-    committed and of those that were to be expected: of a few steps that says more of the next ones.
+    the next. Where the chances of a draft's nodes are known, a step counts as the mean of the tokens that it
+    committed and those that were expected, which predicts the next steps better while few have been seen.
 
     Args:
         costs: of steps in earlier calls.
@@ -126,8 +126,8 @@ class SpeculationControl:
 
 @cache
 def compile_loops() -> None:
-    """Run the loops that only some steps need, on trees that lie in memory as drafters leave them: no step's time, by
-    which this module decides, may hold a compilation.
+    """Run the loops that only some steps need, on trees that lie in memory as drafters leave them: compilation must not
+    be counted in a step's time, on which this module's decisions rest.
     """
     chances = PathChances()
     for columns in (3, 5):  # as a whole, and as a part

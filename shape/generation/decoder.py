@@ -183,9 +183,9 @@ class ShapeDecoder(Engine):
         """Take from the model, and from a drafter that was loaded here, what was attached to them (prepacked layers),
         and forget captured steps.
 
-        The model stays as usable as it was; the decoder is at its end, and a target's memory is free as soon as nobody
-        has it, without Python's collector. A Target that was handed over may serve other decoders, and has a ``close``
-        of its own; so has a FixedSteps. A decoder is closed at the end of a ``with`` block too.
+        The model stays as usable as it was. The decoder cannot be used afterwards, and a target's memory is freed as
+        soon as nothing refers to it, without waiting for garbage collection. A Target that was handed over may serve
+        other decoders, and has a ``close`` of its own; so has a FixedSteps. A ``with`` block closes its decoder too.
         """
         if self._made_target:
             self.target.close()
@@ -214,9 +214,9 @@ class ShapeDecoder(Engine):
         return self.target.tokenizer
 
     def warm_up(self, *, batch_size: int = 1, prompt_length: int = 1, **options: Any) -> None:
-        """Begin an answer that nobody reads, so that no answer's time contains what is paid once: on a machine the
-        compilation of the host's loops (some seconds), in a process that of steps of fixed shapes, their capture for
-        every batch size up to the given one, and first touches of memory.
+        """Decode part of a throw-away answer, so that costs that are paid once fall on no real one: on a machine the
+        compilation of CPU loops (some seconds), in a process that of steps of fixed shapes, their capture for every
+        batch size up to the given one, and first touches of memory.
 
         Args:
             batch_size, prompt_length: the largest that answers will have.
@@ -262,15 +262,14 @@ class ShapeDecoder(Engine):
         Args:
             input_ids: (B, L) int64, padded on either side where attention_mask is 0.
             attention_mask: (B, L); None infers padding from the pad token as transformers does.
-            generation_config: None takes the target's; options given by name go before it.
+            generation_config: None takes the target's; options given by name override it.
             inputs: another name of input_ids, as for transformers.
             seed: of the sampling noise, one integer (also numpy's or torch's), whose samples depend on a prompt's place
                 in the batch too, or one per prompt; None draws one from torch's global generator.
-            reproducible: whether what is drafted, and with it the sizes of forwards, depends on nothing but this call,
-                neither on the clock nor on earlier calls (a session's apart): then the same call on the same machine
-                gives the same tokens in every dtype. None does so where a seed is given. Without it two runs in
-                bfloat16 may differ where two tokens are nearly as likely. Samples of rules that depend on the drafts
-                always are.
+            reproducible: whether drafts, and so the sizes of forwards, depend on this call alone (and its session), and
+                not on the clock or earlier calls: the same call on the same machine then gives the same tokens in every
+                dtype. None does so where a seed is given. Without it two runs in bfloat16 may differ where two tokens
+                are nearly as likely. Samples of rules that depend on the drafts always are.
             streamer: gets the prompt, then new tokens as they are committed; one sequence only. Ended on errors too.
             acceptance: a rule, or its name among ``shape.generation.rules.RULES``: "match"; "rejection", "traversal"
                 and "transport", lossless too, whose samples depend on the drafter as well as on the seed; the lossy
@@ -478,8 +477,8 @@ class ShapeDecoder(Engine):
 
         Args:
             streaming: who gets the tokens follows one sequence.
-            stepwise: between two steps networks are as their owner has them, who may do with them what he likes.
-            warming: nobody asked for the text, and no drafter writes down what it did not know of it.
+            stepwise: between steps the networks are in their owner's modes, who may use or change them.
+            warming: this is a warm-up: drafters log no misses.
         """
         num_draft_tokens = draft_length(options)
         if num_draft_tokens is not None and (not isinstance(num_draft_tokens, int) or num_draft_tokens < 0):

@@ -58,8 +58,9 @@ class NoRoom(UnsupportedTarget):
 class FixedSteps:
     """The stages of one decoder, kept from call to call, so that captures and compilation are not repeated.
 
-    For a target that has changed, by adapters, hooks or weights, steps are captured anew; a predictor is read where it
-    lay, so after moving it make a new decoder. Calls may come from several threads; each has a stage of its own.
+    If the target changes (adapters, hooks, weights), steps are captured again. A predictor is read at the addresses
+    that it had at capture: after moving it, make a new decoder. Calls may come from several threads, each on a stage of
+    its own.
 
     Args:
         compiled: torch.compile before capturing: fewer kernels, for up to a minute of compilation per width.

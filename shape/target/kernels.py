@@ -111,8 +111,8 @@ class Program:
         return places
 
     def wait(self) -> None:
-        """Until all threads are through with the last kernel. Where the next one divides its work alike, and takes from
-        that one what the same thread made, no thread need wait.
+        """A barrier: until all threads have finished the last kernel. Not needed where the next kernel divides its work
+        the same way and each thread reads only what it wrote itself.
         """
         self._steps[-1] = 1
 

@@ -18,7 +18,6 @@ from transformers import (
     AutoTokenizer,
     PretrainedConfig,
 )
-from transformers.models.auto import tokenization_auto
 from transformers.utils import cached_file, extract_commit_hash, logging
 
 from shape import bundled
@@ -176,8 +175,6 @@ def auto_class(config: PretrainedConfig) -> Any:
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
-# With mistral-common installed transformers would take its tokenizer for Mistral's models, which has no chat template.
-_OWN_FORMAT = {"mistral_format": False} if hasattr(tokenization_auto, "_use_mistral_format") else {}
 
 
 def _file(where: str, name: str, options: Mapping[str, Any]) -> str | None:
@@ -197,7 +194,8 @@ def read_tokenizer(where: str, target: Any, options: Mapping[str, Any]) -> Any:
         UnsupportedTarget: its files are damaged, or need a package that is not there.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(where, **only(FILE_OPTIONS, options), **_OWN_FORMAT)
+        # With mistral-common installed its tokenizer, which has no chat template, would be taken for Mistral's models.
+        tokenizer = AutoTokenizer.from_pretrained(where, **only(FILE_OPTIONS, options), mistral_format=False)
         # Of models that see images some have their template where transformers' processors alone look for it.
         if tokenizer.chat_template is None and (file := _file(where, "chat_template.json", options)) is not None:
             tokenizer.chat_template = json.loads(Path(file).read_text(encoding="utf-8"))["chat_template"]

@@ -204,8 +204,8 @@ class Target:
 
     @property
     def version(self) -> list[Any]:
-        """Another one once the tables of tokens, which drafters may have copies of, were moved, cast, replaced or
-        written to; writing into ``weight.data`` in place is the one change that PyTorch does not count.
+        """Changes whenever an embedding table, of which drafters may hold copies, is moved, cast, replaced or written
+        to; writing into ``weight.data`` in place is the one change that PyTorch does not count.
         """
         tables = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         return [_version(getattr(table, "weight", None)) for table in tables]

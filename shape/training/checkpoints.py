@@ -21,8 +21,8 @@ from shape.files import written_whole
 
 _SECONDS = 300.0  # between checkpoints, where steps are not given
 
-# May change between a run and its resumption, the last two to go on where it diverged; all else would make it another
-# run.
+# Options that may differ when a run is resumed (the last two so that one that diverged can go on); any other change
+# makes it a different run.
 _FREE_TO_CHANGE = {
     "training.gradient_checkpointing", "training.compile", "training.steps", "training.max_minutes",
     "training.checkpoint_every", "training.workers", "training.learning_rate", "gradient_clip_val",

@@ -219,7 +219,7 @@ def save_weights(predictor: nn.Module, path: Path, measured: Mapping[str, float]
 
 
 def measured_in(path: Path) -> dict[str, float] | None:
-    """What the weights in a file gave; None for no such file, and nothing for one of before files said so."""
+    """The measurement stored beside a file's weights; None for no such file, empty where it does not say."""
     try:
         with safe_open(path, "pt") as file:
             return json.loads((file.metadata() or {}).get(_MEASURED, "{}"))

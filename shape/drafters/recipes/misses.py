@@ -43,7 +43,7 @@ def miss_of(text: Sequence[int], start: int, found: Sequence[Sequence[int]], pre
 
 
 def open_log(path: Path) -> None:
-    """See to it that misses can be written there: not in the middle of a text is it found out that they cannot.
+    """Check now that misses can be written there, rather than find out in the middle of a text that they cannot.
 
     Raises:
         ConfigError: they cannot.

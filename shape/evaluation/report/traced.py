@@ -27,7 +27,7 @@ class Traced:
     """The first row of a call.
 
     Attributes:
-        call: what the file says about it; empty in files of before it did.
+        call: what the file says about it; empty in older files, which say nothing.
         steps: behind the prefill, in order.
         tokens: all of them, in the order in which things happened; choices: at rejected drafts.
     """
