@@ -16,7 +16,7 @@ from typing import Any
 from eval import commands
 from shape.errors import ConfigError
 from shape.evaluation.environment import Environment
-from shape.evaluation.markdown import markdown
+from shape.evaluation.markdown import DASH, markdown
 from shape.evaluation.prompts import SUITES, chosen_prompts
 from shape.evaluation.results import AUTOREGRESSIVE, SHORT
 from shape.evaluation.speed import SpeedSetting, measure
@@ -70,8 +70,12 @@ def run(options: WorthwhileOptions) -> None:
         setting = SpeedSetting(options.max_new_tokens, temperature, batch=batch)
         found = measure(target, methods, prompts, setting, source=source)
         label = f"{Path(source).stem}, T = {temperature:g}" + (f", batches of {batch}" if batch > 1 else "")
-        lines += [[label, *line] for line in found.lines(SHORT)]
+        paired = found.speed_up(WORTHWHILE, WHOLE)
+        beside = {WORTHWHILE: paired.text("x")}
+        cells = zip(found.methods, found.lines(SHORT), strict=True)
+        lines += [[label, *line, beside.get(name, DASH)] for name, line in cells]
         record[label] = {name: asdict(summary) for name, summary in found.summary.items()}
+        record[label][WORTHWHILE]["over_whole"] = asdict(paired)
     print(
         commands.write_results(
             options.output,
@@ -81,7 +85,7 @@ def run(options: WorthwhileOptions) -> None:
             f"Target {found.settings['target']} ({found.settings['dtype']}), first turns of {options.limit} prompts, "
             f"at most {options.max_new_tokens} new tokens, taking turns; intervals are over prompts. Both ways pause "
             "where drafting does not pay.",
-            markdown(["prompts", "method", *SHORT], lines),
+            markdown(["prompts", "method", *SHORT, "over whole drafts (95 %)"], lines),
             environment=environment,
         )
     )

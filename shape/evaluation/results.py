@@ -228,6 +228,14 @@ class SpeedResults(Results):
     def summary(self) -> dict[str, Summary]:
         return {name: self.summarise(name) for name in self.methods}
 
+    def speed_up(self, name: str, over: str, category: str | None = None) -> Estimate:
+        """Tokens per second of one method over those of another."""
+        records = [r for r in self.records if category is None or r.category == category]
+        return over_prompts(
+            lambda mine, base: base.seconds_per_token / mine.seconds_per_token,
+            *([r.tallies[each] for r in records] for each in (name, over)),
+        )
+
     def summarise(self, name: str, category: str | None = None) -> Summary:
         """The figures of one method, over all prompts or those of one category."""
         records = [r for r in self.records if category is None or r.category == category]
@@ -241,11 +249,7 @@ class SpeedResults(Results):
             tokens=int(total.tokens),
             tokens_per_second=number(ratio(1, total.seconds_per_token)),
             prefill_ms=number(1e3 * ratio(total.wait_seconds, total.answers)),
-            speed_up=over_prompts(
-                lambda mine, base: base.seconds_per_token / mine.seconds_per_token,
-                tallies,
-                [r.tallies[self.baseline] for r in records],
-            ),
+            speed_up=self.speed_up(name, self.baseline, category),
             acceptance_length=over_prompts(lambda mine: mine.acceptance_length, tallies) if ours else Estimate(None),
             tokens_per_draft_step=number(total.tokens_per_draft_step) if is_drafted else None,
             draft_share=number(ratio(total.draft_seconds, total.decode_seconds))

@@ -29,6 +29,9 @@ def test_both_ways_are_measured_side_by_side(tiny_target, tiny_target_folder, tm
         whole, worthwhile = by_method[WHOLE], by_method[WORTHWHILE]
         assert whole["answers"] == 4 == whole["equal_autoregressive"] == worthwhile["equal_autoregressive"]
         assert 1 <= worthwhile["acceptance_length"]["value"] <= min(2, whole["acceptance_length"]["value"])
+        assert worthwhile["over_whole"]["value"] == pytest.approx(
+            worthwhile["speed_up"]["value"] / whole["speed_up"]["value"]
+        )
     table = (tmp_path / "out/worthwhile.md").read_text()
     assert "| prompts, T = 1 | whole drafts |" in table and table == capsys.readouterr().out.rstrip("\n") + "\n"
 
