@@ -26,9 +26,9 @@ from shape.generation.decoder import ShapeDecoder
 from shape.generation.stats import Step
 from shape.target.model import Target
 
-# (tokens, tokens before them)
 # Seconds, below which so many forwards are timed in a row: as in decoding, their weights are in the caches then.
 _SHORT, _IN_A_ROW = 0.02, 8
+# (tokens, tokens before them)
 POINTS = (*((size, 128) for size in (1, 4, 8, 13, 16, 32, 64)), (1, 512), (1, 1536), (13, 1536))
 WAYS = ("stock", "+ prepacked", "+ inference mode", "+ grouped queries", "+ fused")
 SHAPES = {"0.5B, 4 layers": Widths(896, 4864, 14, 2, 4), "1B, 2 layers": Widths(2048, 8192, 32, 8, 2)}

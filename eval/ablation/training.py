@@ -123,7 +123,8 @@ def _carry_out(module: str, arguments: list[str], name: str, folder: Path, threa
         )
 
 
-# Commands under way, which an interrupt of this process alone is passed on to; they keep what they have then.
+# Commands under way, each in a session of its own: an interrupt reaches them through this process alone, once, and they
+# keep what they have.
 _RUNNING: set[subprocess.Popen[bytes]] = set()
 
 
@@ -132,7 +133,9 @@ def _launch(module: str, arguments: list[str], log: Path, threads: int) -> int:
     with log.open("a", encoding="utf-8") as file:
         command = [sys.executable, "-m", module, *arguments]
         variables = child_variables(OMP_NUM_THREADS=str(threads))
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=variables)
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=variables, start_new_session=True
+        )
     _RUNNING.add(process)
     try:
         return process.wait()

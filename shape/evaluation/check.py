@@ -92,6 +92,7 @@ def check(options: CheckOptions) -> dict[str, Any]:
     costs = measure_costs(decoder, options.batch_size, max(map(len, contexts)) + options.max_new_tokens)
     deep = None if decoder.drafter is None else decoder.drafter.with_tree(TreeShape(depth=_DEEPEST, width=1))
     deepest = _DEEPEST if deep is None or deep.tree is None else deep.tree.depth
+    depths = [depth for depth in (1, 2, 4, 8) if depth <= deepest] if costs.draft else []
     report: dict[str, Any] = {
         "environment": asdict(Environment.capture(target.device)),
         "settings": {
@@ -116,7 +117,7 @@ def check(options: CheckOptions) -> dict[str, Any]:
         "draft_vocab_size": drafted,
         "costs": asdict(costs),
         "chains": [_chain(costs, rate, deepest) for rate in _RATES] if costs.draft else [],
-        "break_even": {depth: _break_even(costs, depth) for depth in (1, 2, 4, 8)} if costs.draft else {},
+        "break_even": {depth: _break_even(costs, depth) for depth in depths},
     }
     how = {"max_new_tokens": options.max_new_tokens, "seed": options.seed, **sampling(options.temperature)}
     own = None if decoder.drafter is None else decoder.drafter.tree

@@ -26,7 +26,7 @@ from shape.target.identity import TargetIdentity
 from shape.target.inference import multiplies_bfloat16
 from shape.target.loading import FILE_OPTIONS, HUB_OPTIONS, SOURCE, first_line, only, resolve_device, without_report
 from shape.target.model import Target
-from shape.target.prepack import prepack
+from shape.target.prepack import multiplies, prepack
 
 TargetSource = str | Path | PreTrainedModel | Target
 # The length of a draft in our words, transformers' and vLLM's.
@@ -180,11 +180,9 @@ def _own_layer(target: TargetSource, **hub: Any) -> Predictor:
 
 
 def draft_dtype(target: Target, device: torch.device) -> torch.dtype:
-    """bfloat16 where the hardware multiplies in it: a draft's rounding costs acceptance, never a token. Float16 has no
-    fast kernels on a CPU.
-    """
-    slow = torch.float16 if device.type == "cpu" else None
-    if device.type == target.device.type and target.dtype not in (torch.float32, slow):
+    """bfloat16 where the hardware multiplies in it: a draft's rounding costs acceptance, never a token."""
+    slow = device.type == "cpu" and target.dtype == torch.float16 and not multiplies(target.dtype)
+    if device.type == target.device.type and target.dtype != torch.float32 and not slow:
         return target.dtype
     return torch.bfloat16 if multiplies_bfloat16(device) else torch.float32
 

@@ -14,8 +14,8 @@ from shape.verification.cache import KVCache
 from shape.verification.forward import new_cache, prefill
 from shape.verification.tree import root_only
 
-# Cache slots allocated at first behind a prompt, for new tokens and for the tree under verification. New tokens have as
-# many as the prompt, where it is longer: growing copies the whole cache, which takes more memory than they do.
+# Cache slots allocated at first behind a prompt, for the tree under verification and for new tokens: at least so many,
+# or the prompt's length if that is greater. Growing copies the whole cache, which takes more memory than they do.
 _NEW_SLOTS, _TREE_SLOTS = 512, 64
 
 

@@ -158,8 +158,8 @@ def draft_cost(
 def _seconds(
     calls: Sequence[partial], repeats: int, device: torch.device, clock: Callable[[], float] = perf_counter
 ) -> list[float]:
-    """The time of each when it repeats, as in decoding: what a short one reads is in the processor's caches then.
-    They are measured in turn, so that a slow moment falls on all of them.
+    """The time of each call when it is run repeatedly, as in decoding: of short ones with warm caches. They are
+    measured in turn, so that a slow moment falls on all of them.
     """
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(repeats):

@@ -24,11 +24,12 @@ from transformers.utils import output_capturing
 
 from shape import bundled
 from shape.errors import ConfigError, DataError, UnsupportedTarget
+from shape.files import human_bytes
 from shape.target import loading
 from shape.target.chat import answer_message, plain_text, prompt_ids, render
 from shape.target.identity import TargetIdentity, float_weight
 from shape.target.inference import evaluating
-from shape.target.prepack import PrepackedForward, is_prepacked, linear, prepack, unpack
+from shape.target.prepack import PrepackedForward, is_plain, is_prepacked, linear, multiplies, prepack, unpack
 from shape.target.quantize import Quantization, QuantizedLinear, check, quantize_model, quantized
 from shape.target.rotary import Switch, find_switch
 from shape.target.size import longest_text
@@ -182,17 +183,29 @@ class Target:
         if quantize is not None:
             quantize_model(model, quantize)
         loaded = cls(model.requires_grad_(False), tokenizer, name=str(target), revision=revision)
-        if quantize is None and loaded.device.type == "cpu" and loaded.dtype == torch.float16:
-            warnings.warn(
-                f"target {loaded.name} is in float16, for which a CPU has no fast kernels; give --dtype bfloat16, or "
-                "float32, which is exact",
-                stacklevel=2,
-            )
         loaded._prepack(prepacked)
+        if prepacked is None and loaded.device.type == "cpu":
+            loaded._warn_of_slow_products()
         return loaded
 
     def _prepack(self, wanted: bool | None) -> None:
         self._packed |= not self.prepacked and prepack(self.model, wanted)
+
+    def _warn_of_slow_products(self) -> None:
+        plain = [module for module in self.model.modules() if is_plain(module)]
+        if self.prepacked or len(plain) < 2:  # the output layer alone: the others are a quantiser's
+            return
+        if not multiplies(self.dtype):
+            known = " or ".join(dtype for dtype in ("bfloat16", "float32") if multiplies(getattr(torch, dtype)))
+            advice = f"is in {str(self.dtype)[6:]}, for which this CPU has no fast kernels; give --dtype {known}"
+        else:
+            size = human_bytes(sum(module.weight.nbytes for module in plain))
+            advice = (
+                f"has no copy of its weights in the layout of fast kernels, as {size} are more than half of the free "
+                "memory: forwards over several tokens, and so drafts, may take several times as long. Free memory, or "
+                "give --quantize int8"
+            )
+        warnings.warn(f"target {self.name} {advice}", stacklevel=3)
 
     def close(self) -> None:
         """Take from the model what was attached to it here, prepacked layers, which also hold memory."""

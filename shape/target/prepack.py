@@ -10,7 +10,6 @@ Blocks are those of our own kernels (``shape.target.floats``), which for the tok
 or faster wherever both were measured (two cores with AVX-512, and with AMX); else oneDNN's.
 """
 
-import warnings
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from typing import Any
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from transformers.pytorch_utils import Conv1D
 
-from shape.files import human_bytes
 from shape.target import floats
 from shape.target.inference import state_of
 
@@ -130,13 +128,6 @@ def prepack(model: nn.Module, wanted: bool | None = None) -> bool:
     if wanted or size <= _SHARE * psutil.virtual_memory().available:
         for layer in layers:
             layer.forward = PrepackedForward(layer)
-    else:
-        warnings.warn(
-            f"no copy of the weights is made in the layout of fast kernels, as its {human_bytes(size)} are more than "
-            "half of the free memory: forwards over several tokens, and so drafts, may take several times as long. "
-            "Free memory, or give --quantize int8",
-            stacklevel=2,
-        )
     return is_prepacked(model)
 
 

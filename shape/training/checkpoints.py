@@ -20,6 +20,7 @@ from shape.errors import CheckpointError
 from shape.files import written_whole
 
 _SECONDS = 300.0  # between checkpoints, where steps are not given
+_ONCE = 1.0  # second, within which signals are one: schedulers send theirs to a process and to what began it
 
 # Options that may differ when a run is resumed (the last two so that one that diverged can go on); any other change
 # makes it a different run.
@@ -45,8 +46,8 @@ class LastCheckpoint(Checkpoint):
     """last.ckpt: every so often, at the end, with the last validation in it, and where the run is interrupted.
 
     A step that is broken off may have changed a part of the weights. So the first Ctrl-C, or request to end (SIGTERM),
-    waits for a step's end, and the second does not. Several processes are at different steps then: they ask one another
-    every few steps, and write and end together.
+    waits for a step's end, and the next one does not, unless it is the same that comes by another way at once. Several
+    processes are at different steps then: they ask one another every few steps, and write and end together.
 
     Args:
         every: steps between checkpoints; None is five minutes.
@@ -55,7 +56,7 @@ class LastCheckpoint(Checkpoint):
 
     def __init__(self, folder: Path, every: int | None = None, asking: int = 1) -> None:
         self._last, self._every, self._asking = folder / "last.ckpt", every, asking
-        self._step, self._written, self._interrupted = 0, 0.0, False
+        self._step, self._written, self._interrupted, self._asked = 0, 0.0, False, 0.0
         self._handlers: dict[int, Any] = {}  # of these signals, elsewhere than in training
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -63,10 +64,13 @@ class LastCheckpoint(Checkpoint):
         if current_thread() is main_thread():
             self._handlers = {each: signal.signal(each, self._on_signal) for each in (signal.SIGINT, signal.SIGTERM)}
 
-    def _on_signal(self, *_: Any) -> None:
-        self._interrupted = True
-        self._restore_handlers()
-        rank_zero_only(print)("interrupted: a checkpoint follows; once more ends at once", flush=True)
+    def _on_signal(self, number: int, _: Any) -> None:
+        if not self._interrupted:
+            self._interrupted, self._asked = True, monotonic()
+            rank_zero_only(print)("interrupted: a checkpoint follows; once more ends at once", flush=True)
+        elif monotonic() - self._asked > _ONCE:
+            self._restore_handlers()
+            signal.raise_signal(number)
 
     def _restore_handlers(self) -> None:
         for each, handler in self._handlers.items():

@@ -155,7 +155,7 @@ def _measured(
             seconds, answered = _answers(trial, target, asked, Path(name))
             written = sum(int(each.loss_mask.sum()) for each in _encoded(options, target, answered)[1])
             hours["answers"] = tokens * text.answers * seconds / max(written, 1) / 3600
-            # Steps that compute states take as long as their texts, and those answers were cut short.
+            # A step that computes states takes longer for longer texts; the answers above were cut short.
             complete = [each for each in asked if each.messages[-1].role == "assistant"]
             sample = (options.online and complete) or answered
         texts, encoded = _encoded(options, target, sample)

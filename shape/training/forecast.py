@@ -74,8 +74,8 @@ class Forecast:
             "a portion of a step": _portion(options, size, text),
         }
         written = options.regeneration.batch_size if options.writes_answers else 0
-        # Of each answer's text, and of the slots that are allocated behind it.
-        tokens = written * (cast(int, options.max_length) + options.longest_answer)
+        # Of each text, and of the slots that are allocated behind it at most (`shape.generation.prefill`).
+        tokens = written * (cast(int, options.max_length) + options.longest_answer + 64)
         self.answering = {"target": self.memory["target"], "keys and values": tokens * size.cache * dtype.itemsize / 2}
         self.disk: dict[str, float] = {"checkpoints": (_CHECKPOINTS * _BYTES_KEPT + 8) * self.learned}
         if not options.online:
@@ -105,7 +105,7 @@ class Forecast:
             f"{f'{passes:,.0f}' if passes > _MANY_PASSES else f'{passes:.3g}'} passes{advice}",
             f"target: {size.parameters / 1e6:,.1f}M parameters, {size.positions or 'unlimited'} positions",
             f"memory: about {_listed(self.memory)}"
-            + (f"; while answering at most {_listed(self.answering)}" if self.answering["keys and values"] else ""),
+            + (f"; while answering up to about {_listed(self.answering)}" if self.answering["keys and values"] else ""),
             f"disk: about {_listed(self.disk)}",
             f"time: about {human_time(3600 * sum(parts.values()))} ({times}), {self.hours.how}; without validation and "
             "the measurement at the end",

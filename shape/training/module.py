@@ -44,7 +44,7 @@ from shape.verification.noise import mix
 
 _ADAM_BETAS = (0.9, 0.95)
 _SHOWN = ("loss", "agreement")  # in the progress bar
-_MEASURED = 8  # chunks of the target's logits that agreement is looked at in
+_AGREEMENT_CHUNKS = 8  # of the target's logits, in which it is measured
 
 
 class TrainingModule(pl.LightningModule):
@@ -417,7 +417,7 @@ class ShapeModule(DrafterModule):
         Args:
             begins: whether this portion is the first.
         """
-        most = _MEASURED * rows_in_chunk(4 * self.target.vocab_size) // drafts.shape[-1]
+        most = _AGREEMENT_CHUNKS * rows_in_chunk(4 * self.target.vocab_size) // drafts.shape[-1]
         every = -(-drafts[..., 0].numel() // max(most, 1))
         drafts, states, mask = (each.flatten(0, 1)[::every] for each in (drafts, cut.states, cut.mask))
         if self.predictor.draft_vocabulary is not None:

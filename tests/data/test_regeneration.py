@@ -312,7 +312,7 @@ class Wordy(Echo):
         return Answer(super()._answer(request).text, True, tokens=([0], list(range(1000, 11_000))))
 
 
-@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz"])
+@pytest.mark.parametrize("name", [pytest.param("out.jsonl", marks=pytest.mark.slow), "out.jsonl.gz"])
 def test_memory_does_not_grow_with_the_answers(tmp_path, name):
     """Neither while they are written, nor where they are resumed, nor in the end."""
     output, conversations = tmp_path / name, [conversation_of(f"id-{number}", "q") for number in range(30)]

@@ -70,7 +70,7 @@ def test_the_environment_is_that_of_before_anything_is_written(tmp_path, monkeyp
     monkeypatch.setattr(
         training_memory.Environment, "capture", lambda device: captured.append(device) or capture(device)
     )
-    run(MemoryOptions(str(tmp_path), networks=["SHAPE, 8 steps"], widths=[256, 128], tokens=64))
+    run(MemoryOptions(str(tmp_path), networks=["SHAPE, 8 steps"], widths=[64, 32], tokens=16))
     assert len(captured) == 1 and (tmp_path / "memory.md").read_text().endswith(f"{capture(captured[0]).command}`.\n")
 
 

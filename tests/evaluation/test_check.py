@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
 from shape.cli.check import main
+from shape.drafters.cost import Costs
 from shape.drafters.recipes.pack import Pack, Recipe
-from shape.evaluation.check import _untrained
+from shape.evaluation.check import _chain, _untrained
 from shape.evaluation.speed import Bench
 from shape.generation.loading import draft_dtype
 from shape.networks.export import export
@@ -83,11 +84,15 @@ def test_before_training(capsys, questions, tiny_target_folder, tmp_path):
     wanted, config = network_config(options, target), network.config
     wanted.target_identity = None
     assert config.to_diff_dict() == wanted.to_diff_dict() and config.intermediate_size == 512
-    assert max(one["depth"] for one in report["chains"]) <= config.num_steps
     assert is_prepacked(network) and network.dtype == draft_dtype(target, target.device)  # as one that is loaded
     measured = {one["drafter"]: one for one in report["measured"]}
     assert measured.keys() == {"none", "ngram", "suffix", "lookahead"} and measured["none"]["speed_up"] == 1.0
     assert report["target"]["identity"]["hidden_size"] == 32 and f"--drafter {report['measured'][0]['drafter']}" in out
+
+
+def test_a_chain_is_no_deeper_than_the_drafter_reaches():
+    costs = Costs(1, 64, dict.fromkeys((1, 9, 17), 1.0), {1: (0.1, 0.0)})
+    assert [_chain(costs, 0.9, deepest)["depth"] for deepest in (4, 8, 16)] == [4, 8, 16]
 
 
 def test_what_is_switched_off_is_told(capsys, questions, tiny_target_folder, tmp_path):

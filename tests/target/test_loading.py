@@ -25,7 +25,6 @@ from shape.drafters import ModelDrafter, SuffixDrafter, TrainedDrafter
 from shape.errors import CheckpointError, ConfigError, UnsupportedTarget
 from shape.evaluation.environment import Environment
 from shape.generation.decoder import ShapeDecoder
-from shape.generation.loading import draft_dtype
 from shape.target.loading import default_device, of_predictor, of_target, read_config, read_tokenizer, recorded
 from shape.target.model import Target
 from shape.target.options import PairOptions, PlacedOptions, TargetOptions
@@ -64,14 +63,6 @@ def hub(tiny_model, tiny_tokenizer, tiny_target_folder, tiny_predictor_folder, t
     published(cache, PREDICTOR, {"main": shallow, "one-pass": deeper})
     commits = published(cache, TARGET, {"main": tiny_target_folder, "v2": second})
     return {"cache_dir": str(cache), "local_files_only": True}, commits
-
-
-def test_float16_on_a_cpu_is_warned_of(tiny_target_folder, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(tiny_target_folder, dtype=torch.float16)
-    model.save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match="is in float16, for which a CPU has no fast kernels; give --dtype bfloat16"):
-        target = Target.load(tmp_path, tokenizer=str(tiny_target_folder), device_map="cpu")
-    assert draft_dtype(target, target.device) in (torch.bfloat16, torch.float32)
 
 
 def test_target_and_predictor_have_revisions_of_their_own(hub, tiny_target):

@@ -2,6 +2,7 @@
 
 import pickle
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
+import shape.target.model
 import shape.target.prepack
 from shape import bundled
 from shape.generation.decoder import ShapeDecoder
@@ -213,9 +215,24 @@ def test_what_is_not_a_plain_layer_is_left_alone(monkeypatch):
     assert not prepack(model, True) and hooked.forward is theirs
     assert prepack(layers(), True) and not prepack(layers(), False)
     monkeypatch.setattr(shape.target.prepack, "_SHARE", 0.0)
-    with pytest.warns(UserWarning, match=r"no copy of the weights is made .* give --quantize int8"):
-        assert not prepack(layers())
-    assert prepack(layers(), True)
+    assert not prepack(layers()) and prepack(layers(), True)
+
+
+def test_what_makes_a_target_slow_is_said_once(tiny_target_folder, monkeypatch, recwarn):
+    def said(**options: Any) -> list[str]:
+        recwarn.clear()
+        Target.load(tiny_target_folder, device_map="cpu", **options)
+        return [str(each.message) for each in recwarn if str(each.message).startswith("target ")]
+
+    assert not said() and not said(prepacked=False, dtype="float16")
+    monkeypatch.setattr(shape.target.model, "multiplies", lambda dtype: dtype == torch.float32)
+    monkeypatch.setattr(shape.target.prepack, "multiplies", lambda dtype: dtype == torch.float32)
+    (slow,) = said(dtype="float16")
+    assert "is in float16, for which this CPU has no fast kernels; give --dtype float32" in slow
+    monkeypatch.setattr(shape.target.prepack, "_SHARE", 0.0)
+    (short,) = said(dtype="float32")
+    assert "has no copy of its weights" in short and short.endswith("or give --quantize int8")
+    assert not said(dtype="float32", quantize="int8")
 
 
 def test_a_model_at_hand_is_its_owners(tiny_model):

@@ -14,7 +14,7 @@ from training_runs import (
     weights,
 )
 
-from shape.errors import CheckpointError
+from shape.errors import CheckpointError, exit_on_error
 from shape.training import checkpoints
 from shape.training.checkpoints import AtomicCheckpointIO, LastCheckpoint, require_same_run
 from shape.training.options import TrainingOptions
@@ -129,24 +129,40 @@ def test_checkpoint_is_replaced_as_a_whole(tmp_path, monkeypatch):
 
 
 class InterruptAt(pl.Callback):
-    """A signal in the middle of a step's first portion."""
+    """Signals in the middle of a step's first portion."""
 
-    def __init__(self, step: int, signal: signal.Signals) -> None:
-        self.step, self.signal = step, signal
+    def __init__(self, step: int, *signals: signal.Signals) -> None:
+        self.step, self.signals = step, signals
 
     def on_before_backward(self, trainer, *args) -> None:
         if trainer.global_step == self.step:
             self.step = -1
-            os.kill(os.getpid(), self.signal)
+            for each in self.signals:
+                os.kill(os.getpid(), each)
 
 
-@pytest.mark.parametrize("accumulate, asked", [(1, signal.SIGTERM), (2, signal.SIGINT)])
+def test_a_second_interrupt_ends_at_once(store, tiny_target, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "_ONCE", -1.0)
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit), exit_on_error():
+            watching = [InterruptAt(2, signal.SIGTERM, signal.SIGTERM), LastCheckpoint(tmp_path, 100)]
+            fit(tiny_target, store, callbacks=watching)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert not (tmp_path / "last.ckpt").exists()
+
+
+@pytest.mark.parametrize(
+    "accumulate, asked",
+    [(1, [signal.SIGTERM]), (2, [signal.SIGINT]), (1, [signal.SIGTERM, signal.SIGINT, signal.SIGTERM])],
+)
 def test_an_interrupted_run_is_in_its_checkpoint_to_the_step(store, tiny_target, tmp_path, accumulate, asked):
     straight = fit(tiny_target, store, accumulate=accumulate)
     handler = signal.getsignal(signal.SIGINT)
     try:
         with pytest.raises(SystemExit):
-            watching = [InterruptAt(4, asked), LastCheckpoint(tmp_path, 100)]
+            watching = [InterruptAt(4, *asked), LastCheckpoint(tmp_path, 100)]
             fit(tiny_target, store, accumulate=accumulate, callbacks=watching)
     finally:
         signal.signal(signal.SIGINT, handler)  # Lightning lets the rest of the process ignore it
