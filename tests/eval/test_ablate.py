@@ -202,7 +202,7 @@ def test_an_interrupt_of_this_process_alone_ends_its_trainings(file, tmp_path, m
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    other = threading.Thread(target=interrupt)
+    other = threading.Thread(target=interrupt, daemon=True)  # which waits for ever where none begins
     other.start()
     with pytest.raises(SystemExit, match="130"), exit_on_error():
         training.train_together(runs, tmp_path) if together else training.train_all(runs, 2, needed=False)
