@@ -39,7 +39,7 @@ from shape.data.reading import load_conversations
 from shape.drafters import TrainedDrafter
 from shape.errors import ConfigError, DataError, require
 from shape.evaluation.environment import Environment
-from shape.evaluation.prompts import chosen_prompts
+from shape.evaluation.prompts import chosen_prompts, that_fit
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.loading import load_predictor
 from shape.networks.base import Predictor
@@ -183,11 +183,10 @@ def _predictor(name: str, target: Target, hub: dict[str, Any]) -> Predictor:
 
 def _texts(options: AnalyzeOptions, decoder: ShapeDecoder) -> Iterator[Encoded]:
     target = decoder.target
-    room = min(options.max_length, target.max_positions or options.max_length)
     if options.prompts:
         prompts, _ = chosen_prompts(options.prompts, options.limit, options.chat_template_kwargs)
-        contexts = [target.encode(prompt.opening, prompt.template)[0].tolist() for prompt in prompts]
-        contexts = [ids for ids in contexts if len(ids) + options.max_new_tokens <= room]
+        fitting = that_fit(target, prompts, options.max_new_tokens)
+        contexts = [ids for _, ids in fitting if len(ids) + options.max_new_tokens <= options.max_length]
         if not contexts:
             raise DataError(f"no prompt of {options.prompts} leaves room for an answer; raise max_length")
         yield from answered(decoder, contexts, options.max_new_tokens)
@@ -200,6 +199,7 @@ def _texts(options: AnalyzeOptions, decoder: ShapeDecoder) -> Iterator[Encoded]:
     source = options.data or bundled.path("data", "answers.jsonl.gz")
     conversations = load_conversations(source, chat_template_kwargs=options.chat_template_kwargs)
     conversations = evenly(conversations, options.limit)
+    room = min(options.max_length, target.max_positions or options.max_length)
     yield from encode_all(conversations, target.tokenizer, room).examples
 
 

@@ -11,9 +11,12 @@ import torch
 from jsonargparse import auto_cli
 
 from shape import bundled
-from shape.errors import exit_on_error
+from shape.drafters import Drafter
+from shape.errors import ConfigError, exit_on_error
 from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import Sums
+from shape.generation.decoder import ShapeDecoder
+from shape.networks.base import Predictor
 
 REPOSITORY = Path(__file__).resolve().parents[1]  # whose commands are run, from whatever folder
 
@@ -45,6 +48,16 @@ class OfPredictor:
 
     predictor: str = bundled.PREDICTOR
     target: str | None = None
+
+
+def trained(decoder: ShapeDecoder, name: str) -> tuple[Drafter, Predictor]:
+    """The drafter of a decoder and its network. Raises ConfigError, naming the predictor, where that was not trained
+    here.
+    """
+    drafter = decoder.drafter
+    if drafter is None or drafter.predictor is None:
+        raise ConfigError(f"predictor {name} is no predictor of shape.train; give one that is")
+    return drafter, drafter.predictor
 
 
 def program(command: Callable[[Any], Any], options: Any) -> Callable[..., None]:

@@ -14,7 +14,6 @@ from pathlib import Path
 from eval import commands
 from shape import bundled
 from shape.drafters import Drafter, TreeShape
-from shape.errors import ConfigError
 from shape.evaluation.methods import Method
 from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.results import AUTOREGRESSIVE
@@ -67,11 +66,10 @@ class DraftShapesOptions(commands.OfPredictor):
 
 def run(options: DraftShapesOptions) -> None:
     decoder = ShapeDecoder.from_pretrained(options.predictor, target=options.target, dtype=options.dtype)
-    if decoder.drafter is None or decoder.drafter.predictor is None:
-        raise ConfigError(f"predictor {options.predictor} is no predictor of shape.train; give one that is")
+    trained, _ = commands.trained(decoder, options.predictor)
     methods: dict[str, Method] = {"transformers": "transformers", AUTOREGRESSIVE: None}
     for shape in (*CHAINS, *TREES, *WIDE):
-        if (drafter := shaped(decoder.drafter, shape)) is not None:
+        if (drafter := shaped(trained, shape)) is not None:
             methods[shape_name(shape)] = drafter
     prompts, source = chosen_prompts(options.prompts or bundled.path("data", "validation.jsonl.gz"), options.limit)
     results = measure(

@@ -218,7 +218,8 @@ class Record:
             markdown(["target", "steps", "weights, GB", "bound, ms", "ms per token", "over the bound"], bounds),
             "A captured forward over n tokens a row, by kernels of ours and by the target's own layers:",
             markdown(["target", "batch", "n", "slots", "kernels, ms", "own layers, ms", "faster"], forwards),
-            "Steps (goal: efficiency 0.9); `oracle (simulated)` drafts the truth, a fifth of it corrupted, at no cost:",
+            "Steps (goal: efficiency 0.9), each line of one call, after another that captures; `oracle (simulated)` "
+            "drafts the truth, a fifth of it corrupted, at no cost:",
             markdown(
                 ["target", "batch", "method", "steps", "n", "t(n) ms", "drafter ms", "step ms", "overhead ms",
                  "step on device ms", "efficiency", "acceptance length", "tokens/s", "speed-up"],

@@ -17,6 +17,7 @@ from shape.drafters import LookaheadDrafter, NgramDrafter
 from shape.evaluation import efficiency
 from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import Estimate
+from shape.evaluation.files import Results
 from shape.evaluation.markdown import DASH, markdown, show
 from shape.evaluation.results import SpeedResults, speed_and_length
 from shape.networks.registry import PREDICTORS
@@ -60,13 +61,10 @@ class Table:
         return "\n\n".join(lines)
 
 
-def _from(path: str, environment: Environment) -> str:
+def _from(path: str, found: Mapping[str, Any] | Results) -> str:
     """The line that says where figures come from."""
+    environment = found.environment if isinstance(found, Results) else Environment(**found["environment"])
     return f"`{path}`: {environment.line()}"
-
-
-def _environment(record: Mapping[str, Any]) -> Environment:
-    return Environment(**record["environment"])
 
 
 # ------------------------------------------------------------------------------------------------- the tables
@@ -88,7 +86,7 @@ def similarity(found: AllResults) -> Table:
         ]
         header = ["lag n", "pairs", "cosine ≥ 0.5", "mean cosine", "5 %", "95 %"]
         note = f"Cosines of h_t and h_{{t+n}} on {record['texts']} texts with the target's own answers."
-        parts.append(Part(header, rows, [note, _from(path, _environment(record))]))
+        parts.append(Part(header, rows, [note, _from(path, record)]))
     paper = "cosine of at least 0.5 at 95 % of positions for n = 1, 2, 3 (its own Table 9 has 0.38–0.55 for Vicuna)."
     return Table(["1", "9"], "similarity of hidden states by lag", paper, parts, [])
 
@@ -119,7 +117,7 @@ def speed_up(found: AllResults) -> Table:
             "divisor is the stronger of transformers' generate and autoregressive decoding, prefill left out."
         )
         header = ["method", "T", "dtype", "all (95 %)", *tasks, "acceptance length"]
-        sources = [_from(path, results.environment) for path, results in members.items()]
+        sources = [_from(path, results) for path, results in members.items()]
         parts.append(Part(header, rows, [note, *sources]))
     parts += [_rivals(path, record) for path, record in found.ablation.items() if _has_rivals(record)]
     paper = (
@@ -147,7 +145,7 @@ def _rivals(path: str, record: Mapping[str, Any]) -> Part:
     lines |= {name: [record["others"][at][name] for at in temperatures] for name in record["others"][temperatures[0]]}
     header = ["method", *(f"speed-up, T = {float(at):g} (95 %)" for at in temperatures)]
     rows = [[name, *(_estimate(one["speed_up"], "x") for one in summaries)] for name, summaries in lines.items()]
-    return Part(header, rows, [f"{record['title']}.", *_measured_on(record), _from(path, _environment(record))])
+    return Part(header, rows, [f"{record['title']}.", *_measured_on(record), _from(path, record)])
 
 
 def _measured_on(record: Mapping[str, Any]) -> list[str]:
@@ -189,7 +187,7 @@ def batches(found: AllResults) -> Table:
             f"same batch; {record['options']['limit']} prompts."
         )
         header = ["method", "T", "dtype", *(f"batch {size}" for size in sizes)]
-        parts.append(Part(header, rows, [note, _from(path, _environment(record))]))
+        parts.append(Part(header, rows, [note, _from(path, record)]))
     paper = "1.92 / 1.75 / 1.61 / 1.52 / 1.41x at batch 2 / 4 / 8 / 16 / 24."
     return Table(["3"], "speed-up by batch size", paper, parts, [])
 
@@ -198,7 +196,7 @@ def written(found: AllResults) -> Table:
     parts = []
     for path, results in _quiet(found).items():
         header, rows = results.table()
-        parts.append(Part(header, rows, [*results.notes()[:-1], _from(path, results.environment)]))
+        parts.append(Part(header, rows, [*results.notes()[:-1], _from(path, results)]))
     parts += [_harness(path, record) for path, record in found.harness.items()]
     absent = [
         "MT-Bench scores, which need a judge; `answers.jsonl` beside `quality.json` has the answers to be judged."
@@ -257,9 +255,7 @@ def refinement(found: AllResults) -> Table:
         if len(lines) < 2:
             continue
         header, rows = _lines(record, lines)
-        parts.append(
-            Part(header, rows, [f"{record['title']}.", *_measured_on(record), _from(path, _environment(record))])
-        )
+        parts.append(Part(header, rows, [f"{record['title']}.", *_measured_on(record), _from(path, record)]))
     paper = (
         "at d = 128 OT has perplexity 12.2 at 3.21x, affine 18.4 at 3.87x; OT with d = 32 / 64 / 128 / full has "
         "17.3 / 16.1 / 12.2 / 12.1 at 3.87 / 3.66 / 3.21 / 2.67x."
@@ -298,7 +294,7 @@ def grid(found: AllResults) -> Table:
         rows = [
             [f"k = {k}", *(_both(cells[k, n]["summary"]) if (k, n) in cells else DASH for n in depths)] for k in widths
         ]
-        source = [*_measured_on(record), _from(path, _environment(record))]
+        source = [*_measured_on(record), _from(path, record)]
         note = f"Speed-up (acceptance length) at T = {float(at):g}, all k^N paths verified losslessly."
         parts.append(Part(["", *(f"N = {n}" for n in depths)], rows, [note]))
         steps = [
@@ -323,7 +319,7 @@ def plain_latency(found: AllResults) -> Table:
     parts = []
     for path, record in found.latency.items():
         header, rows = latency.table([latency.Latency(**one) for one in record["latencies"]])
-        parts.append(Part(header, rows, [latency.note(record["options"]), _from(path, _environment(record))]))
+        parts.append(Part(header, rows, [latency.note(record["options"]), _from(path, record)]))
     paper = "time to the first token and between tokens by model size and context; its figures are not at hand here."
     return Table(["8"], "latency of autoregressive decoding by size of the target and context", paper, parts, [])
 
@@ -341,7 +337,7 @@ def by_lookahead(found: AllResults) -> Table:
         ]
         header = ["lookahead", "all", *tasks]
         note = f"Speed-up (acceptance length). {results.about}"
-        parts.append(Part(header, rows, [note, _from(path, results.environment)]))
+        parts.append(Part(header, rows, [note, _from(path, results)]))
     paper = "1.9x at a lookahead of 1, 2.6x at 2, 3.2–4.1x at 3."
     return Table(["11"], "speed-up by lookahead and task", paper, parts, [])
 
@@ -350,7 +346,7 @@ def accuracy_ahead(found: AllResults) -> Table:
     parts, absent = [], []
     for path, results in _quiet(found).items():
         if results.ahead:
-            notes = [f"Predictor {results.settings['predictor']}. {AHEAD_NOTE}", _from(path, results.environment)]
+            notes = [f"Predictor {results.settings['predictor']}. {AHEAD_NOTE}", _from(path, results)]
             if not results.compared:
                 absent.append(f"likeness of texts in `{path}`, since no encoder was named (`--encoder`).")
             else:
@@ -380,7 +376,7 @@ def strategies(found: AllResults) -> Table:
         header = ["strategy", "perplexity (95 %)", *speed, "equal to autoregressive at this T"]
         note = "Speed is of whole answers, prefill included, over autoregressive decoding at the same temperature."
         notes = [*results.notes()[:2], *([note] if results.timed else [])]
-        parts.append(Part(header, rows, [*notes, _from(path, results.environment)]))
+        parts.append(Part(header, rows, [*notes, _from(path, results)]))
     paper = "tree rejection sampling (k = N = 3) 3.21x with perplexity 12.2, autoregressive decoding 11.9."
     absent = ["speed, which needs a run on a machine that does nothing else."] if parts and not timed else []
     title = "tree rejection sampling against autoregressive sampling, greedy and beam search"
@@ -419,7 +415,7 @@ def training_cost(found: AllResults) -> Table:
             one = next(iter(by_seed.values()))
             rows.append([variant, f"{one['parameters'] / 1e6:.2f}M", *_cost(one["record"], one["seconds"])])
         note = f"{record['title']}: the first training of each, on {one['environment']['threads']} thread(s)."
-        parts.append(Part(header, rows, [note, _from(path, _environment(record))]))
+        parts.append(Part(header, rows, [note, _from(path, record)]))
     paper = "451M parameters for a 7B target, 5 hours on one A100, peak 41.9 GB."
     unknown = any(row[-1] == DASH for part in parts for row in part.rows)
     absent = ["peak memory of trainings before `shape.train` recorded it."] if unknown else []
@@ -471,6 +467,6 @@ def render(record: Mapping[str, Any]) -> str:
         "# The paper's tables, as measured here\n\nThe paper's figures are its own claims, on targets of 7B to 70B "
         "parameters and GPUs; ours are of the targets and machines that stand under each table, and are no attempt to "
         "reproduce its numbers where the target is another. A dash is a figure that is not defined or not known.\n\n"
-        f"Put together from results below: {_environment(record).line()}"
+        f"Put together from results below: {Environment(**record['environment']).line()}"
     )
     return "\n\n".join([opening, *(table.to_markdown() for table in tables)]) + "\n"

@@ -99,10 +99,9 @@ class _Writer:
     """Target and predictor, ready to answer in every mode."""
 
     def __init__(self, options: QualityOptions, decoder: ShapeDecoder) -> None:
-        if decoder.drafter is None or decoder.drafter.predictor is None:
-            raise ConfigError(f"predictor {options.predictor} is no predictor of shape.train; give one that is")
-        self.options, self.target, self.drafter = options, decoder.target, decoder.drafter
-        self.reader = Reader(decoder.drafter.predictor, self.target)
+        self.options, self.target = options, decoder.target
+        self.drafter, predictor = commands.trained(decoder, options.predictor)
+        self.reader = Reader(predictor, self.target)
         self.labels = {
             label(mode, temperature): (mode, temperature)
             for temperature in several(options.temperature)

@@ -180,9 +180,8 @@ def _lookaheads(options: TablesOptions, folder: Path) -> object:
     decoder = ShapeDecoder.from_pretrained(
         predictor=_first(options), target=options.target, dtype=options.dtype, **of_pair(options)
     )
-    drafter = decoder.drafter
-    if drafter is None or drafter.predictor is None or drafter.tree is None:
-        raise ConfigError(f"predictor {_first(options)} is no predictor of shape.train; give one that is")
+    drafter, _ = commands.trained(decoder, _first(options))
+    assert drafter.tree is not None  # a trained network's
     prompts, source = chosen_prompts(options.prompts, options.limit, options.chat_template_kwargs)
     shorter = {f"{LOOKAHEAD}{depth}": drafter.with_tree(replace(drafter.tree, depth=depth)) for depth in LOOKAHEADS}
     return measure_in(

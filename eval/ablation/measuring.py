@@ -1,6 +1,5 @@
 """Measures trained variants side by side, and looks into their drafts."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import zip_longest
@@ -22,7 +21,7 @@ from shape.drafters import Drafter, TreeShape, make_drafter
 from shape.errors import ConfigError
 from shape.evaluation.environment import Environment
 from shape.evaluation.methods import Method, TransformersMethod
-from shape.evaluation.prompts import chosen_prompts
+from shape.evaluation.prompts import chosen_prompts, that_fit
 from shape.evaluation.results import AUTOREGRESSIVE, SpeedResults, Tally
 from shape.evaluation.speed import SpeedSetting, measure
 from shape.generation.decoder import ShapeDecoder
@@ -129,11 +128,8 @@ def measure_all(
         temperature: _speed(options, target, {**others, **at}, prompts, source, temperature)
         for temperature, at in drafters.items()
     }
-    contexts = [
-        target.encode(prompt.opening, prompt.template) for prompt in evenly_by_category(prompts, chosen.examined)
-    ]
-    room = (target.max_positions or sys.maxsize) - chosen.max_new_tokens
-    contexts = [context for context in contexts if context.shape[1] <= room]
+    examined = that_fit(target, evenly_by_category(prompts, chosen.examined), chosen.max_new_tokens)
+    contexts = [torch.tensor([ids], device=target.device) for _, ids in examined]
     found: dict[str, dict[float, Figures]] = {label: {} for label in lines}
     for temperature, result in results.items():
         groups = {**{name: [name] for name in others}, **{label: list(own.values()) for label, own in names.items()}}

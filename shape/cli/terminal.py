@@ -22,6 +22,7 @@ from shape.generation.options import GenerateOptions
 from shape.generation.rules import Rule, make_rule
 from shape.generation.stats import DecodeStats
 from shape.generation.trace import STYLES, pieces, view
+from shape.target.chat import require_unicode
 from shape.target.loading import of_pair
 from shape.target.model import announce
 
@@ -196,9 +197,13 @@ def generate(options: GenerateOptions) -> None:
     if options.misses is not None and not rule.lossless:
         raise ConfigError(f"misses are what the target writes, which {rule.name} does not; leave one of the two out")
     interactive = options.prompt is None and sys.stdin.isatty()
-    prompt = options.prompt if options.prompt is not None or interactive else sys.stdin.read().strip()
+    try:
+        prompt = options.prompt if options.prompt is not None or interactive else sys.stdin.read().strip()
+    except UnicodeDecodeError as error:
+        raise DataError(f"standard input is not UTF-8 text ({error.reason})") from None
     if not interactive and not prompt:
         raise DataError("the prompt is empty; give --prompt TEXT, or text on standard input")
+    require_unicode(prompt or "", "the prompt")
     if options.trace is not None:
         prepare_file(options.trace)
     disable_progress_bar()  # transformers', beside an answer

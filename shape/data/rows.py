@@ -8,7 +8,7 @@ from typing import Any
 
 from shape.data.conversations import Checks, Conversation, Prompt, Tokens
 from shape.errors import DataError
-from shape.target.chat import Message, Role
+from shape.target.chat import Message, Role, require_unicode
 
 _SPEAKERS: dict[Role, str] = {
     "system": "system developer",
@@ -230,10 +230,7 @@ def _json(text: Any, name: str) -> Any:
 def _text(value: object, name: str) -> str:
     if not isinstance(value, str):
         raise DataError(f"{name} is {_shown(value)}; expected a string")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise DataError(f"{name} has half a surrogate pair, which is no valid text") from None
+    require_unicode(value, name)
     return value
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from shape import bundled
-from shape.data.backends import off_in_words, switched_off
 from shape.data.conversations import Conversation
 from shape.data.reading import load_conversations
 from shape.drafters import DRAFTERS, Drafter
@@ -18,11 +17,12 @@ from shape.evaluation.options import BenchOptions, several
 from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.results import AUTOREGRESSIVE, SHIPPED_TEXT, SpeedResults
 from shape.evaluation.speed import RESULTS, SpeedSetting, measure_in, refuse_results, settings_of
+from shape.generation.answers import announce_sampling
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.loading import is_language_model, refuse_unknown
 from shape.generation.rules import Match, make_rule
 from shape.target.loading import SOURCE, of_pair, of_predictor, of_target, only
-from shape.target.model import Target, announce
+from shape.target.model import Target
 from shape.target.openvino import OpenVinoTarget
 
 
@@ -136,7 +136,7 @@ def load_methods(options: BenchOptions) -> tuple[Target, dict[str, Method]]:
         pair = of_pair(options)
         target = ShapeDecoder.from_pretrained(predictor=first, drafter="none", **how, **pair).target
     hottest = max(several(options.temperature))  # where the most is switched off
-    announce(target, off_in_words(switched_off(target.model.generation_config, hottest)))
+    announce_sampling(target, hottest)
     if isinstance(target, OpenVinoTarget):
         if asked := sorted({*get_args(TransformersMethod), ASSISTED}.intersection(options.methods or ())):
             raise ConfigError(f"method {asked[0]} decodes in torch, and the backend is openvino; leave one of them out")

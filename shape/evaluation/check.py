@@ -1,6 +1,5 @@
 """What speculation can bring for a target on this machine, before anyone trains, and after (`shape check`)."""
 
-import sys
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, astuple
 from typing import Any
@@ -11,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shape import bundled
-from shape.data.backends import off_in_words, sampling, switched_off
+from shape.data.backends import sampling
 from shape.drafters import Drafter, TrainedDrafter, TreeShape, make_drafter
 from shape.drafters.cost import Costs, break_even, expected_length
 from shape.drafters.recipes.drafter import RecipeDrafter
@@ -22,9 +21,10 @@ from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import ENOUGH, Estimate
 from shape.evaluation.markdown import show
 from shape.evaluation.options import CheckOptions
-from shape.evaluation.prompts import chosen_prompts, refuse_shared_ids
+from shape.evaluation.prompts import chosen_prompts, refuse_shared_ids, refuse_unfilled, that_fit
 from shape.evaluation.results import SpeedResults
 from shape.evaluation.speed import SpeedSetting, measure
+from shape.generation.answers import announce_sampling
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.loading import draft_dtype, refuse_unknown
 from shape.generation.planning import CANDIDATES, acceptance, plan, record_drafts
@@ -33,7 +33,7 @@ from shape.networks.config import MTP_TARGETS, ShapeConfig
 from shape.networks.shape import ShapePredictor
 from shape.networks.sizing import draft_vocab_size, parameters, width
 from shape.target.loading import SOURCE, of_pair, of_target, only
-from shape.target.model import Target, announce
+from shape.target.model import Target
 from shape.target.prepack import prepack
 from shape.target.size import size_of
 
@@ -70,25 +70,19 @@ def check(options: CheckOptions) -> dict[str, Any]:
         untrained = _untrained(target)
         decoder, drafted = ShapeDecoder(target, untrained), untrained.predictor.config.draft_size
     target = decoder.target
-    off = switched_off(target.model.generation_config, options.temperature)
-    announce(target, off_in_words(off))
+    off = announce_sampling(target, options.temperature)
     methods = _methods(options, target, decoder.drafter)
-    encoded = [target.encode(prompt.opening, prompt.template)[0].tolist() for prompt in prompts]
-    room = (target.max_positions or sys.maxsize) - options.max_new_tokens
-    contexts = [ids for ids in encoded if len(ids) <= room]
-    if not contexts:
+    placed = that_fit(target, prompts, options.max_new_tokens)
+    if not placed:
         raise DataError(
             f"no prompt of {source} and {options.max_new_tokens} new tokens fit into the {target.max_positions} "
             f"positions of target {target.name}; give shorter ones or a smaller max_new_tokens"
         )
-    fitting = [prompt for prompt, ids in zip(prompts, encoded, strict=True) if len(ids) <= room]
+    fitting, contexts = [prompt for prompt, _ in placed], [ids for _, ids in placed]
+    if len(methods) > 1:
+        refuse_unfilled(options.batch_size, len(fitting), f"{source} that fit")
     refused = f"a prompt and {options.max_new_tokens} new tokens exceed the target's {target.max_positions} positions"
-    skipped = {prompt.id: refused for prompt, ids in zip(prompts, encoded, strict=True) if len(ids) > room}
-    if len(fitting) < options.batch_size and len(methods) > 1:
-        raise DataError(
-            f"batch_size {options.batch_size} cannot be filled with the {len(fitting)} prompts of {source} that fit; "
-            "give more, or a smaller batch_size"
-        )
+    skipped = {prompt.id: refused for prompt in prompts if prompt not in fitting}
     costs = measure_costs(decoder, options.batch_size, max(map(len, contexts)) + options.max_new_tokens)
     deep = None if decoder.drafter is None else decoder.drafter.with_tree(TreeShape(depth=_DEEPEST, width=1))
     deepest = _DEEPEST if deep is None or deep.tree is None else deep.tree.depth

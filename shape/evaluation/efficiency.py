@@ -1,6 +1,5 @@
 """How little the engine adds to the forwards that decoding is made of (`shape efficiency`)."""
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
@@ -14,24 +13,25 @@ import torch
 from rich.table import Table as ScreenTable
 from tqdm.auto import tqdm
 
-from shape.data.backends import off_in_words, sampling, switched_off
+from shape.data.backends import sampling
 from shape.drafters import Drafter, OracleDrafter, make_drafter
-from shape.errors import ConfigError, DataError, UnsupportedTarget, require
+from shape.errors import ConfigError, UnsupportedTarget, require
 from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import ENOUGH, Estimate, estimate, few_units_note, number, quantile, ratio
 from shape.evaluation.files import json_by_line
 from shape.evaluation.markdown import Table, markdown, on_screen, show
 from shape.evaluation.options import EfficiencyOptions, several
-from shape.evaluation.prompts import chosen_prompts
+from shape.evaluation.prompts import chosen_prompts, refuse_unfilled, that_fit
 from shape.evaluation.results import AUTOREGRESSIVE
 from shape.evaluation.runner import Run, by_decoder, by_transformers, rotated
 from shape.evaluation.speed import refuse_results
 from shape.files import write_whole
+from shape.generation.answers import announce_sampling
 from shape.generation.clock import synchronise
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.stats import Step
 from shape.target.loading import of_pair, recorded, resolve_dtype
-from shape.target.model import Target, announce
+from shape.target.model import Target
 from shape.verification.forward import new_cache, tree_inputs, tree_logits
 from shape.verification.tree import chain
 
@@ -271,7 +271,7 @@ def run(options: EfficiencyOptions) -> list[Case]:
     _check(options)
     batches = several(options.batch_size)
     prompts, source = chosen_prompts(options.prompts, options.limit, options.chat_template_kwargs)
-    _refuse_unfilled(batches, len(prompts), source)
+    refuse_unfilled(max(batches), len(prompts), source)
     Path(options.output).mkdir(parents=True, exist_ok=True)  # where it cannot be made, nothing is measured in vain
     asked = {name: value for name, value in recorded(options).items() if name not in ("output", "label")}
     refuse_results(Path(options.output) / "efficiency.json", asked, "options")
@@ -293,14 +293,13 @@ def run(options: EfficiencyOptions) -> list[Case]:
                 "not there; measure its speed with shape bench"
             )
         hottest = max(several(options.temperature))
-        announce(target, off_in_words(switched_off(target.model.generation_config, hottest)))
+        announce_sampling(target, hottest)
         drafters = {name: made for name in options.drafter if (made := make_drafter(name)) is not None}
         if decoder.drafter is not None:
             drafters[decoder.drafter.name] = decoder.drafter
-        room = (target.max_positions or sys.maxsize) - options.max_new_tokens
-        encoded = [target.encode(prompt.opening, prompt.template)[0].tolist() for prompt in prompts]
-        contexts = [ids for ids in encoded if len(ids) <= room]
-        _refuse_unfilled(batches, len(contexts), f"{source} that leave room for {options.max_new_tokens} new tokens")
+        contexts = [ids for _, ids in that_fit(target, prompts, options.max_new_tokens)]
+        room = f"{source} that leave room for {options.max_new_tokens} new tokens"
+        refuse_unfilled(max(batches), len(contexts), room)
         for batch in batches:
             for temperature in several(options.temperature):
                 with tqdm(
@@ -346,14 +345,6 @@ def _check(options: EfficiencyOptions) -> None:
         resolve_dtype(dtype)
     for name in options.drafter:
         make_drafter(name)
-
-
-def _refuse_unfilled(batches: Sequence[int], count: int, source: str) -> None:
-    if count < max(batches):
-        raise DataError(
-            f"batch_size {max(batches)} cannot be filled with the {count} prompts of {source}; give more, or a smaller "
-            "batch_size"
-        )
 
 
 def _write(options: EfficiencyOptions, target: Target, measured: str, cases: Sequence[Case]) -> None:

@@ -1,5 +1,6 @@
 """Which prompts a measurement asks: one convention for all of them."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from shape import bundled
 from shape.data.conversations import Prompt, evenly_by_category
 from shape.data.reading import load_prompts
 from shape.errors import ConfigError, DataError
+from shape.target.model import Target
 
 SUITES = ("bench", "kinds")
 
@@ -47,3 +49,19 @@ def refuse_shared_ids(prompts: Sequence[Prompt], source: str) -> None:
         if prompt.id in seen:
             raise DataError(f"{source}: two prompts share the id {prompt.id}; give every prompt its own")
         seen.add(prompt.id)
+
+
+def that_fit(target: Target, prompts: Sequence[Prompt], new_tokens: int) -> list[tuple[Prompt, list[int]]]:
+    """The prompts that leave room for so many new tokens in the target's positions, with the token ids of each."""
+    room = (target.max_positions or sys.maxsize) - new_tokens
+    encoded = ((prompt, target.encode(prompt.opening, prompt.template)[0].tolist()) for prompt in prompts)
+    return [(prompt, ids) for prompt, ids in encoded if len(ids) <= room]
+
+
+def refuse_unfilled(batch_size: int, count: int, source: str) -> None:
+    """Raises DataError where so many prompts of a source fill no batch."""
+    if count < batch_size:
+        raise DataError(
+            f"batch_size {batch_size} cannot be filled with the {count} prompts of {source}; give more, or a smaller "
+            "batch_size"
+        )

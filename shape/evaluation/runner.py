@@ -83,7 +83,8 @@ class Stopwatch(BaseStreamer):
         gaps = [after - before for before, after in pairwise(self.times[1:])]
         # Our decoder streams single sequences, and times the steps of batches itself.
         if stats is not None and len(answers) > 1:
-            prefilled, prefill, gaps = len(answers), stats.prefill_seconds, [one.seconds for one in stats.steps]
+            prefilled, gaps = len(answers), [one.seconds for one in stats.steps]
+            prefill = end - self.start - stats.decode_seconds  # with what comes before it, as in a single sequence
         answers = [until_end(answer, end_tokens) for answer in answers]
         return Run(answers, prefilled, end - self.start - prefill, prefill, gaps, stats)
 

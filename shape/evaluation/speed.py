@@ -40,7 +40,7 @@ from shape.evaluation.methods import (
     prompts_hash,
     target_settings,
 )
-from shape.evaluation.prompts import refuse_shared_ids
+from shape.evaluation.prompts import refuse_shared_ids, refuse_unfilled
 from shape.evaluation.results import Detail, PromptRecord, SpeedResults, Tally
 from shape.evaluation.runner import Run, Runner, by_decoder, by_transformers, rotated
 from shape.files import reading, write_whole
@@ -107,14 +107,7 @@ class SpeedSetting:
             )
         refuse_shared_ids(prompts, source or "the given prompts")
         if prompts:
-            self.refuse_unfilled(len(prompts))
-
-    def refuse_unfilled(self, count: int) -> None:
-        """Raises DataError where so many prompts fill no batch."""
-        if count < self.batch:
-            raise DataError(
-                f"batch size {self.batch} cannot be filled with {count} prompts; give more, or a smaller one"
-            )
+            refuse_unfilled(self.batch, len(prompts), source or "what is given")
 
 
 def measure(
@@ -160,7 +153,7 @@ def measure(
     if not fitting:
         reason = next(iter(reasons.values()), None) or "none was given"
         raise DataError(f"no prompt can be measured: {reason}; give other prompts or a smaller max_new_tokens")
-    setting.refuse_unfilled(len(fitting))
+    refuse_unfilled(batch, len(fitting), f"{source or 'those given'} that fit")
     groups = [fitting[start : start + batch] for start in range(0, len(fitting) - batch + 1, batch)]
     reasons |= {prompt.id: f"it fills no batch of {batch}" for prompt in fitting[len(groups) * batch :]}
     environment = Environment.capture(target.device)

@@ -23,7 +23,7 @@ from shape.generation.prompts import side_by_side
 from shape.target.chat import Message, answer_message, prompt_ids
 from shape.target.identity import weights_hash
 from shape.target.loading import of_target
-from shape.target.model import announce
+from shape.target.model import Target, announce
 
 
 @dataclass
@@ -158,9 +158,17 @@ def answering(options: RegenerationOptions | CompileOptions, drafter: str) -> Sh
     decoder = ShapeDecoder.from_pretrained(
         target=options.target, dtype=options.dtype, drafter=drafter, **of_target(options)
     )
-    off = switched_off(decoder.target.model.generation_config, options.temperature)
-    announce(decoder.target, off_in_words(off))
+    announce_sampling(decoder.target, options.temperature)
     return decoder
+
+
+def announce_sampling(target: Target, temperature: float) -> dict[str, Any]:
+    """Log what computes where, and what `sampling` switches off of the target's own generation config, which is
+    returned.
+    """
+    off = switched_off(target.model.generation_config, temperature)
+    announce(target, off_in_words(off))
+    return off
 
 
 def make_backend(options: RegenerationOptions) -> Backend:

@@ -223,6 +223,8 @@ class ShapeDecoder(Engine):
             options: as answers will have them: those of ``generate``. For steps of fixed shapes max_new_tokens is one
                 of them, for they are made for texts of so many tokens.
         """
+        if wrong := [size for size in (batch_size, prompt_length) if type(size) is not int or size < 1]:
+            raise ConfigError(f"batch_size and prompt_length are numbers of at least 1, and one is {wrong[0]!r}")
         # Reproducible, so that later calls learn nothing from the times of these steps.
         options = {"max_new_tokens": _WARM_UP_TOKENS, **options, "seed": 0, "reproducible": True}
         if not any(map(options.get, ("min_new_tokens", "min_length", "eos_aware"))):  # else there are steps as well
@@ -325,8 +327,6 @@ class ShapeDecoder(Engine):
             DataError: the target has no tokenizer, or its chat template refuses the messages.
             UnsupportedGeneration: as in ``generate``, or for several answers.
         """
-        if options.get("num_return_sequences") not in (None, 1):
-            raise UnsupportedGeneration("chat gives one answer; leave num_return_sequences out, or use generate")
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         ids = self.target.encode(messages, chat_template_kwargs)
@@ -377,7 +377,7 @@ class ShapeDecoder(Engine):
         if isinstance(input_ids, Tensor):
             return streams.ids(self._start(input_ids, attention_mask, streaming=True, stepwise=True, **options))
         ids = self.target.encode(input_ids, chat_template_kwargs)
-        options = as_long_as_answers(self.target, ids, options)
+        options = as_long_as_answers(self.target, ids, {**options, "attention_mask": attention_mask})
         tokens = streams.ids(self._start(ids, torch.ones_like(ids), streaming=True, stepwise=True, **options))
         return streams.text(tokens, self.tokenizer)
 

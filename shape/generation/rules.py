@@ -174,7 +174,7 @@ def make_rule(acceptance: str | Rule, *parameters: TypicalParameters | TrsParame
     """
     if isinstance(acceptance, Rule):
         return acceptance
-    if acceptance not in RULES:
+    if not isinstance(acceptance, str) or acceptance not in RULES:
         raise UnsupportedGeneration(f"acceptance rule {acceptance!r} is unknown; use one of {', '.join(RULES)}")
     rule = RULES[acceptance]
     return next((rule(**asdict(each)) for each in parameters if issubclass(rule, type(each))), None) or rule()

@@ -156,6 +156,13 @@ def refuse(target: Target, given: dict[str, Any]) -> None:
     for name in ("forced_bos_token_id", "forced_eos_token_id"):
         if (forced := given.get(name)) is not None:
             require_tokens(target, forced if isinstance(forced, list) else [forced], f"{name} is")
+    for banned in given.get("bad_words_ids") or ():
+        require_tokens(target, banned, "bad_words_ids holds")
+    if not isinstance(longest := given.get("max_time", 0.0), SupportsFloat):
+        raise UnsupportedGeneration(f"max_time is {longest!r}; give seconds")
+    for name in ("logits_processor", "stopping_criteria"):
+        if strange := [one for one in given.get(name) or () if not callable(one)]:
+            raise UnsupportedGeneration(f"{name} holds {strange[0]!r}; give functions, or objects that can be called")
     heat = given.get("temperature", 1.0)
     if given.get("do_sample") and not (isinstance(heat, SupportsFloat) and float(heat) >= _COLDEST):
         raise UnsupportedGeneration(
@@ -169,16 +176,23 @@ def refuse(target: Target, given: dict[str, Any]) -> None:
 
 
 def as_long_as_answers(target: Target, ids: Tensor, options: dict[str, Any]) -> dict[str, Any]:
-    """Options for text behind ids (1, L), of which transformers' default length is no answer's."""
+    """Options for text behind ids (1, L), of which transformers' default length is no answer's.
+
+    Raises:
+        UnsupportedGeneration: what goes with token ids, or with several answers.
+    """
     lengths, given = ("max_new_tokens", "max_length"), options.get("generation_config")
+    own, count = target.model.generation_config, "num_return_sequences"
+    if options.pop("attention_mask", None) is not None:
+        raise UnsupportedGeneration("attention_mask goes with token ids; leave it out beside text and messages")
+    if merged(target, given, {count: options[count]} if count in options else {}).get(count, 1) != 1:
+        raise UnsupportedGeneration(f"text is of one answer; leave {count} out, or use generate")
     # None is as if not said: given to transformers, it would hide the configurations' lengths.
     options = {name: value for name, value in options.items() if value is not None or name not in lengths}
-    configs = given, target.model.generation_config
-    if any(getattr(config, "max_new_tokens", None) for config in configs) or getattr(given, "max_length", None):
-        return options  # the target's own max_length is no answer's: old files have 20 there
-    if any(name in options for name in lengths):
+    if any(name in options or getattr(given, name, None) for name in lengths):
         return options
-    longest = _ANSWER[thinks(ids[0].tolist(), target.tokenizer)]
+    # The target's own max_length is no answer's: old files have 20 there.
+    longest = getattr(own, "max_new_tokens", None) or _ANSWER[thinks(ids[0].tolist(), target.tokenizer)]
     if target.max_positions is not None:
         longest = max(1, min(longest, target.max_positions - ids.shape[1]))
     return {**options, "max_new_tokens": longest}

@@ -9,6 +9,8 @@ import torch
 from transformers import TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
+from shape.errors import UnsupportedGeneration
+
 T = TypeVar("T")
 
 
@@ -48,7 +50,13 @@ async def in_threads(pieces: Iterator[T]) -> AsyncGenerator[T, None]:
 
 @contextmanager
 def ended(streamer: BaseStreamer | None) -> Iterator[None]:
-    """Ends a streamer, whether what it follows ends well or not: another thread may wait for more."""
+    """Ends a streamer, whether what it follows ends well or not: another thread may wait for more.
+
+    Raises:
+        UnsupportedGeneration: it is none.
+    """
+    if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+        raise UnsupportedGeneration(f"streamer is {streamer!r}; give one of transformers', with put and end")
     try:
         yield
     finally:

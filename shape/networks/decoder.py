@@ -35,7 +35,7 @@ def layer_class(model_type: str, part: Literal["DecoderLayer", "RMSNorm", "Rotar
     return getattr(module, (rotary if part == "RotaryEmbedding" else name) + part)
 
 
-_SCALINGS = ("default", "linear", "llama3", "yarn")
+SCALINGS = ("default", "linear", "llama3", "yarn")
 
 
 def layers_like(target: PreTrainedConfig, size: int | None = None) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def layers_like(target: PreTrainedConfig, size: int | None = None) -> dict[str, 
     ropes = getattr(target, "rope_parameters", None) or {}
     rope = ropes.get("full_attention") or ropes  # of targets with several kinds of layers
     rope = {name: value for name, value in rope.items() if name not in ("partial_rotary_factor", "mrope_section")}
-    if rope.get("rope_type", "default") not in _SCALINGS:
+    if rope.get("rope_type", "default") not in SCALINGS:
         rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
     found: dict[str, Any] = {"hidden_act": "silu", "rope_parameters": rope if "rope_theta" in rope else None}
     names = (

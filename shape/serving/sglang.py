@@ -45,9 +45,11 @@ class Corpus:
 
     def __init__(self, draft_token_num: int = 8, **others: Any) -> None:
         names = os.environ[DRAFTERS]
+        if draft_token_num < 2:
+            raise ConfigError("--speculative-num-draft-tokens counts the last token of the text too; give at least 2")
         if unknown := set(names.split("+")) - set(_SERVED):
             raise ConfigError(
-                f"{DRAFTERS} names {', '.join(sorted(unknown))}, which SGLang cannot be served with; give "
+                f"{DRAFTERS} names {', '.join(map(repr, sorted(unknown)))}, which SGLang cannot be served with; give "
                 f"{', '.join(_SERVED)}, or both joined by +"
             )
         drafter = make_drafter(names, num_draft_tokens=draft_token_num - 1)

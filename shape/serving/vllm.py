@@ -54,6 +54,10 @@ class ServingOptions:
             raise ConfigError(
                 f"additional_config['shape'] is {given!r}; give a dictionary with {', '.join(names)} or less of these"
             )
+        if strange := [value for value in given.values() if not isinstance(value, str | None)]:
+            raise ConfigError(
+                f"additional_config['shape'] holds {strange[0]!r}; give texts, several drafters joined by +"
+            )
         options = cls(**given)
         for name in (options.drafter or "shape").split("+"):
             if name not in _DRAFTERS and name not in PREDICTOR_KINDS:

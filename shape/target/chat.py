@@ -62,6 +62,8 @@ def render(
         DataError: there is no template, or it refuses the messages.
     """
     given = template or {}
+    if not isinstance(given, Mapping):
+        raise DataError(f"chat_template_kwargs is {given!r}; give a dictionary")
     _warn_of_unread(template_of(tokenizer, given), name_of(tokenizer), frozenset(given))
     _require_objects(messages)
     chat = [dict(message.chat if isinstance(message, Message) else message) for message in messages]
@@ -81,7 +83,7 @@ def _require_objects(messages: Sequence[Message | Mapping[str, Any]]) -> None:
     if not isinstance(messages, Iterable):
         raise DataError(f"the messages are {messages!r}; give a text, or objects with role and content")
     if strange := [message for message in messages if not isinstance(message, Message | Mapping)]:
-        raise DataError(f"a message is {strange[0]!r}; give objects with role and content")
+        raise DataError(f"a message is {strange[0]!r}; give objects with role and content, or token ids as a tensor")
 
 
 def plain_text(name: str, messages: Sequence[Message | Mapping[str, Any]]) -> str:
@@ -106,11 +108,21 @@ def prompt_ids(
     Decoding, regeneration and training all use these ids. Raises DataError as `render` does.
     """
     if isinstance(prompt, str):
+        require_unicode(prompt, "the prompt")
         ids = tokenizer(prompt, add_special_tokens=False).input_ids
         first = first_tokens(tokenizer)
         return ids if ids[: len(first)] == first else [*first, *ids]
     text = render(tokenizer, prompt, add_generation_prompt=True, template=template)
+    require_unicode(text, "the conversation")
     return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def require_unicode(text: str, name: str) -> None:
+    """Raises DataError for half a surrogate pair: a character cut in two, or a byte that was no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{name} has half a surrogate pair, {text[error.start]!r}, which is no valid text") from None
 
 
 def answer_message(ids: list[int], tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any] | None) -> Message:

@@ -186,10 +186,13 @@ def all_steps(
 
 @contextmanager
 def _interrupted_as_such() -> Iterator[None]:
-    """numba makes a SystemError of an interrupt that comes while it reads a loop's arguments."""
+    """numba makes a SystemError of an interrupt that comes while it reads a loop's arguments, and others of that."""
     try:
         yield
     except SystemError as error:
-        if isinstance(error.__cause__, KeyboardInterrupt):
+        cause: BaseException | None = error
+        while isinstance(cause, SystemError):
+            cause = cause.__cause__
+        if isinstance(cause, KeyboardInterrupt):
             raise KeyboardInterrupt from error
         raise

@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
     PretrainedConfig,
+    PreTrainedModel,
 )
 from transformers.utils import cached_file, extract_commit_hash, logging
 
@@ -174,6 +175,35 @@ def auto_class(config: PretrainedConfig) -> Any:
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
+def model_of(target: Any, where: str, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+    """A model with the weights of its files.
+
+    Args:
+        target: its name, for errors.
+        where: its folder or hub id.
+        options: of transformers' `from_pretrained`.
+
+    Raises:
+        ConfigError: an option that transformers does not know.
+        UnsupportedTarget: it cannot be loaded, or its files lack weights.
+    """
+    try:
+        model, found = auto_class(config).from_pretrained(where, output_loading_info=True, **options)
+    except TypeError as error:  # transformers gives what it does not know to the model
+        raise _unknown_option(target, error) from error
+    except Exception as error:  # a quantiser that is not installed, damaged files: each has errors of its own
+        raise _not_loaded(target, error, options.get("device_map")) from error
+    # What is missing is filled at random; weights of fewer bits have other names, which their readers look after.
+    quantised = {"quantization_config", "gguf_file"}.intersection(options) or hasattr(config, "quantization_config")
+    if (missing := sorted(found["missing_keys"])) and not quantised:
+        raise UnsupportedTarget(
+            f"target {target} cannot be loaded: its files lack {len(missing)} of its configuration's weights "
+            f"({', '.join(missing[:3])}); copy or download them again. A drafter of EAGLE-1 or 2, which is called a "
+            "Llama, cannot be read: give an EAGLE-3"
+        )
+    return model
+
+
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
 
 
@@ -240,7 +270,7 @@ def without_report() -> Iterator[None]:
         logging.set_verbosity(level)
 
 
-def not_loaded(target: Any, error: Exception, place: Any) -> UnsupportedTarget:
+def _not_loaded(target: Any, error: Exception, place: Any) -> UnsupportedTarget:
     """What to say where the weights of a target cannot be read, or find no room."""
     said = first_line(error)
     if out_of_memory(error) == "accelerator":
@@ -253,7 +283,7 @@ def not_loaded(target: Any, error: Exception, place: Any) -> UnsupportedTarget:
     return UnsupportedTarget(f"target {target} cannot be loaded{advice} ({said})")
 
 
-def unknown_option(target: Any, error: TypeError) -> ConfigError:
+def _unknown_option(target: Any, error: TypeError) -> ConfigError:
     """What to say where a model was given an option that it does not know."""
     unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
     meant = did_you_mean(unknown[1], _OFTEN_GIVEN) if unknown else ""

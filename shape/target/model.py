@@ -174,12 +174,7 @@ class Target:
             check(quantize, device_map, loading.dtype_of(dtype, config), config, options)
         if tokenizer is None:
             tokenizer = loading.read_tokenizer(where, target, options)
-        try:
-            model = loading.auto_class(config).from_pretrained(where, dtype=chosen, device_map=device_map, **options)
-        except TypeError as error:  # transformers gives what it does not know to the model
-            raise loading.unknown_option(target, error) from error
-        except Exception as error:  # a quantiser that is not installed, damaged files: each has errors of its own
-            raise loading.not_loaded(target, error, device_map) from error
+        model = loading.model_of(target, where, config, dtype=chosen, device_map=device_map, **options)
         if quantize is not None:
             quantize_model(model, quantize)
         loaded = cls(model.requires_grad_(False), tokenizer, name=str(target), revision=revision)

@@ -101,9 +101,21 @@ def _by_letters(conversations: Sequence[Conversation]) -> DataStatistics:
 
 def _answered(text: DataStatistics, conversations: Sequence[Conversation], each: int) -> DataStatistics:
     """The same with an answer of so many tokens to every question."""
-    asked = sum(message.role == "user" for one in conversations for message in one.messages) / len(conversations)
+    asked = _asked(conversations)
     tokens = text.tokens + asked * each
     return DataStatistics(text.conversations, tokens, asked * each / tokens, asked)
+
+
+def _asked(conversations: Sequence[Conversation]) -> float:
+    """Questions in one conversation, in the mean."""
+    return sum(message.role == "user" for one in conversations for message in one.messages) / len(conversations)
+
+
+def _read_again(text: DataStatistics, conversations: Sequence[Conversation]) -> float:
+    """Of each token of a text, how often it is read for a later answer: every turn reads the conversation before it."""
+    turns = _asked(conversations)
+    whole = text.turns > 1 or turns <= 1  # and not every turn a text of its own (`DataStatistics.turn_by_turn`)
+    return max(turns - 1, 0.0) / (2 if whole else turns + 1)
 
 
 def _obstacle(options: TrainOptions, size: Size, dtype: torch.dtype) -> str | None:
@@ -159,14 +171,18 @@ def _measured(
             complete = [each for each in asked if each.messages[-1].role == "assistant"]
             sample = (options.online and complete) or answered
         texts, encoded = _encoded(options, target, sample)
-        store = None
+        store, again = None, _read_again(text, conversations) if "answers" in hours else 0.0
         if not options.online:
             store = extract(target, texts, name, trial.feature_options(), trainer)
+        if again or not options.online:
             start, size = monotonic(), options.extraction.batch_size
             for first in range(0, len(encoded), size):
                 compute_features(target, encoded[first : first + size], layers).cpu()
             each = (monotonic() - start) / max(sum(len(one.input_ids) for one in encoded), 1)
-            hours["features"] = tokens * each / 3600
+            if not options.online:
+                hours["features"] = tokens * each / 3600
+            if again:
+                hours["answers"] += tokens * again * each / 3600
         material = preparation.Material([trial], target, texts, set(), texts, [], Storage(name), trainer)
         module, data = make_module(trial, material, store)
         part = "features and training" if options.online else "training"

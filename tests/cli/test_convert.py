@@ -25,7 +25,7 @@ from shape.target.model import Target
 def eagle(tiny_target, tmp_path):
     """A predictor of ours that reads with the target's head."""
     size = tiny_target.vocab_size
-    config = ShapeConfig(kind="eagle", hidden_size=32, vocab_size=size, draft_vocab_size=40, feature_layers=[1, 2])
+    config = ShapeConfig(kind="eagle", hidden_size=32, vocab_size=size, draft_vocab_size=40, feature_layers=[0, 1])
     network = EaglePredictor(config)
     network.draft_vocabulary = torch.arange(40) * 5
     export(network, tmp_path / "ours", tiny_target.identity, {})
@@ -68,7 +68,7 @@ def test_draft_vocabulary_from_conversations(own_heads, tiny_target_folder, tmp_
     target = Target.load(tiny_target_folder)
     size, named = target.vocab_size, ["--target", str(tiny_target_folder)]
     config = ShapeConfig(
-        kind="eagle", hidden_size=32, vocab_size=size, feature_layers=[1, 2], own_heads=own_heads, num_steps=3
+        kind="eagle", hidden_size=32, vocab_size=size, feature_layers=[0, 1], own_heads=own_heads, num_steps=3
     )
     network = EaglePredictor(config)
     network.adopt(target)

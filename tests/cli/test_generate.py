@@ -128,6 +128,13 @@ def test_reads_the_prompt_from_standard_input(capsys, monkeypatch, predictor_fol
     assert piped[:-1] == run(capsys, "--predictor", predictor_folder, "--prompt", "Hello")[:-1]
 
 
+def test_bytes_that_are_no_text_are_told_before_anything_is_loaded(monkeypatch, refused):
+    said = refused(main, "--target", "/nowhere", "--prompt", "Hi \udcff")
+    assert said == r"error: the prompt has half a surrogate pair, '\udcff', which is no valid text"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff hello"), encoding="utf-8"))
+    assert refused(main, "--target", "/nowhere") == "error: standard input is not UTF-8 text (invalid start byte)"
+
+
 def test_chats_in_a_terminal(capsys, monkeypatch, predictor_folder, tmp_path):
     """The second question is answered after the first and its answer."""
 

@@ -12,11 +12,11 @@ from transformers import GenerationConfig
 
 from shape.cli.bench import main, parser
 from shape.errors import ConfigError, DataError
-from shape.evaluation import bench
 from shape.evaluation.bench import load_methods, named_predictors
 from shape.evaluation.options import BenchOptions
 from shape.evaluation.render import render
 from shape.evaluation.speed import Bench
+from shape.generation import answers
 
 
 @pytest.fixture(scope="module")
@@ -89,12 +89,12 @@ def test_other_acceptance_rules_stand_in_the_name(arguments, tmp_path, refused):
 
 def test_so_many_turns_are_answered_at_most(arguments, tmp_path):
     asked = [*arguments, "--methods", "[autoregressive,ngram]", "--max_turns"]
-    for turns, answers in (("1", [1, 1, 1]), ("2", [1, 2, 1])):
+    for turns, counts in (("1", [1, 1, 1]), ("2", [1, 2, 1])):
         main([*asked, turns, "--output", str(tmp_path / turns)])
         records = json.loads((tmp_path / turns / "results.json").read_text())["records"]
         assert [record["id"] for record in records] == ["a", "b", "c"]
         for method in ("autoregressive", "ngram"):
-            assert [record["tallies"][method]["answers"] for record in records] == answers
+            assert [record["tallies"][method]["answers"] for record in records] == counts
 
 
 def test_the_tree_is_the_one_asked_for(arguments, tmp_path):
@@ -192,8 +192,8 @@ def test_several_temperatures_batches_and_contexts(arguments, tmp_path, monkeypa
         (["--temperature", "[0,-1]"], "temperature is -1.0; give 0 or more"),
         (["--context_length", "0"], "context_length is 0; give at least 1"),
         (["--context_length", "[64,0]"], "context_length is 0; give at least 1"),
-        (["--batch_size", "9"], "batch size 9 cannot be filled with 3 prompts"),
-        (["--batch_size", "[1,9]"], "batch size 9 cannot be filled with 3 prompts"),
+        (["--batch_size", "9"], "batch_size 9 cannot be filled with the 3 prompts of few.jsonl"),
+        (["--batch_size", "[1,9]"], "batch_size 9 cannot be filled with the 3 prompts of few.jsonl"),
         (["--methods", "[shape]"], "no baseline"),
         (["--methods", "[ngram,shape@rejection]"], "no baseline"),
         (
@@ -312,7 +312,7 @@ def test_what_is_switched_off_is_announced(tiny_target_folder, tmp_path, monkeyp
     config = GenerationConfig.from_pretrained(folder)
     config.update(top_p=0.8, do_sample=True)
     config.save_pretrained(folder)
-    monkeypatch.setattr(bench, "announce", lambda target, more="": said.append(more))
+    monkeypatch.setattr(answers, "announce", lambda target, more="": said.append(more))
     for temperature in (0.0, [0.0, 1.0]):
         load_methods(BenchOptions(target=str(folder), temperature=temperature))
     assert said == ["", "; switched off of the target's generation_config: top_p=0.8"]

@@ -262,7 +262,7 @@ def test_a_journal_continues_where_it_was_cut(tiny_target, tmp_path):
         ({"methods": {"ngram": NgramDrafter()}}, ConfigError, "no baseline"),
         ({"repeats": 0}, ConfigError, "at least 1"),
         ({"batch": 0}, ConfigError, "batch is 0; give at least 1"),
-        ({"batch": 4}, DataError, "cannot be filled with 3 prompts"),
+        ({"batch": 4}, DataError, "batch_size 4 cannot be filled with the 3 prompts of"),
         (
             {"batch": 2, "methods": {"autoregressive": None, "x": "transformers-lookup"}},
             ConfigError,

@@ -10,15 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import predictor
-from transformers import AutoModelForCausalLM, GenerationConfig
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from eval.architectures import build
 from shape.drafters import SuffixDrafter, TreeShape
 from shape.drafters.recipes.pack import Pack, Recipe
-from shape.errors import CheckpointError, ConfigError, DataError, ShapeError, UnsupportedGeneration
+from shape.errors import CheckpointError, ConfigError, DataError, ShapeError, UnsupportedGeneration, UnsupportedTarget
 from shape.generation import decoder as module
 from shape.generation.custom_generate import _decoder
 from shape.generation.decoder import ShapeDecoder
+from shape.generation.served import as_long_as_answers
 from shape.target.model import Target, announce
 
 
@@ -223,9 +225,59 @@ def test_a_drafter_of_an_unknown_kind_is_no_language_model(tiny_target, tmp_path
         ShapeDecoder.from_pretrained(tiny_target, predictor=tmp_path)
 
 
-def test_chat_gives_one_answer(tiny_target):
-    with pytest.raises(UnsupportedGeneration, match="chat gives one answer; leave num_return_sequences out"):
-        ShapeDecoder(tiny_target).chat("hi", do_sample=True, num_return_sequences=2)
+def test_a_drafter_that_says_it_is_a_language_model_is_none(tiny_target, tmp_path):
+    """Files of EAGLE-1, EAGLE-2 and HASS: weights that are not there would be made up, and drafts be noise."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+    layer = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64))
+    layer.save_pretrained(tmp_path)
+    weights = {
+        name.removeprefix("model."): weight.clone()
+        for name, weight in layer.state_dict().items()
+        if "layers.0" in name and "input_layernorm" not in name
+    }
+    save_file({**weights, "fc.weight": torch.zeros(8, 16)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedTarget, match=r"files lack \d+ of its .* A drafter of EAGLE-1 or 2"):
+        ShapeDecoder.from_pretrained(tiny_target, predictor=tmp_path)
+
+
+def test_text_is_of_one_answer(tiny_target):
+    decoder, named = ShapeDecoder(tiny_target), {"do_sample": True, "num_return_sequences": 2}
+    for options in (named, {"generation_config": GenerationConfig(**named)}):
+        for answer in (decoder.chat, lambda *given, **more: list(decoder.stream(*given, **more))):
+            with pytest.raises(UnsupportedGeneration, match="text is of one answer; leave num_return_sequences out"):
+                answer("hi", **options)
+
+
+def test_the_targets_own_length_is_cut_to_the_room_that_is_left(tiny_model):
+    """Nobody gave it to this call."""
+    target = Target(tiny_model())
+    target.model.generation_config.max_new_tokens = target.max_positions - 1
+    ids = torch.tensor([[5, 6, 7]])
+    assert as_long_as_answers(target, ids, {})["max_new_tokens"] == target.max_positions - 3
+    assert as_long_as_answers(target, ids, {"max_new_tokens": 9}) == {"max_new_tokens": 9}
+
+
+HALF = "\ud83d"  # of an emoji that a client cut in two
+
+
+@pytest.mark.parametrize(
+    ("ask", "error", "said"),
+    [
+        (lambda d, ids: d.chat(f"hi {HALF}"), DataError, "has half a surrogate pair"),
+        (lambda d, ids: d.chat("hi", attention_mask=ids), UnsupportedGeneration, "attention_mask goes with token ids"),
+        (lambda d, ids: list(d.stream("hi", ids)), UnsupportedGeneration, "attention_mask goes with token ids"),
+        (lambda d, ids: list(d.stream([1, 2])), DataError, "a message is 1; give objects .*or token ids as a tensor"),
+        (lambda d, ids: d.generate(ids, bad_words_ids=[[999999]]), UnsupportedGeneration, "bad_words_ids holds token"),
+        (lambda d, ids: d.generate(ids, max_time="x"), UnsupportedGeneration, "max_time is 'x'; give seconds"),
+        (lambda d, ids: d.generate(ids, logits_processor=[5]), UnsupportedGeneration, "logits_processor holds 5"),
+        (lambda d, ids: d.generate(ids, acceptance=["match"]), UnsupportedGeneration, r"rule \['match'\] is unknown"),
+        (lambda d, ids: d.generate(ids, streamer=5), UnsupportedGeneration, "streamer is 5; give one of transformers'"),
+        (lambda d, ids: d.warm_up(batch_size=0), ConfigError, "numbers of at least 1, and one is 0"),
+    ],
+)
+def test_what_cannot_be_meant_is_a_sentence(tiny_target, ask, error, said):
+    with pytest.raises(error, match=said):
+        ask(ShapeDecoder(tiny_target), torch.tensor([[5, 6, 7]]))
 
 
 def test_saved_and_loaded_again(tiny_target, tiny_target_folder, tiny_predictor_folder, tmp_path):

@@ -50,6 +50,16 @@ def alone(text: list[int]) -> list[int]:
     return likeliest_chains(drafter.draft(own, Sampler(own.lengths)))[0] or [0]
 
 
+def test_wrong_options_are_named(monkeypatch):
+    for names, nodes, said in (
+        ("suffix+", 4, "names '', which"),
+        ("suffix", 1, "--speculative-num-draft-tokens counts"),
+    ):
+        monkeypatch.setenv(DRAFTERS, names)
+        with pytest.raises(ConfigError, match=said):
+            Corpus(draft_token_num=nodes)
+
+
 def test_each_request_drafts_from_its_own_text(corpus):
     assert drafts(corpus, TEXTS) == [alone(text) for text in TEXTS]
     assert alone(TEXTS[0]) == [7, 5, 6] and alone(TEXTS[2]) == [0]
@@ -78,7 +88,7 @@ def test_the_last_tokens_continue_a_text_that_is_known(corpus):
 
 def test_drafters_that_need_the_target_are_refused(monkeypatch):
     monkeypatch.setenv(DRAFTERS, "suffix+shape")
-    with pytest.raises(ConfigError, match="names shape"):
+    with pytest.raises(ConfigError, match="names 'shape'"):
         Corpus(draft_token_num=4)
 
 

@@ -162,7 +162,10 @@ def test_a_pack_of_recipes_has_its_own_length(context, tiny_target, tiny_target_
     assert propose(proposer, model, context, TEXTS)[0] == [7, 8]
 
 
-@pytest.mark.parametrize("given", [{"prediktor": "x"}, "suffix", {"drafter": "lookahead"}, {"drafter": "suffix+model"}])
+@pytest.mark.parametrize(
+    "given",
+    [{"prediktor": "x"}, "suffix", {"drafter": "lookahead"}, {"drafter": "suffix+model"}, {"drafter": ["suffix"]}],
+)
 def test_options_that_cannot_be_served(given):
     with pytest.raises(ConfigError, match=r"additional_config|does not give"):
         ServingOptions.of(given)

@@ -237,14 +237,22 @@ def test_an_interrupt_on_the_way_into_evaluation_leaves_the_modes(monkeypatch):
     assert modes(model) == before and unlucky.training
 
 
+@pytest.mark.parametrize("errors", [1, 4])
 @pytest.mark.parametrize("within", [each_step, all_steps])
-def test_an_interrupt_that_numba_makes_an_error_of_is_one_again(within):
+def test_an_interrupt_that_numba_makes_an_error_of_is_one_again(within, errors):
+    """Of loops in loops, one error of another."""
+
+    def raises(count):
+        try:
+            if count == 0:
+                raise KeyboardInterrupt
+            raises(count - 1)
+        except (KeyboardInterrupt, SystemError) as cause:
+            raise SystemError("returned a result with an exception set") from cause
+
     def steps():
         yield "token"
-        try:
-            raise KeyboardInterrupt
-        except KeyboardInterrupt as interrupt:
-            raise SystemError("returned a result with an exception set") from interrupt
+        raises(errors - 1)
 
     pieces = within(nullcontext(), steps())
     assert next(pieces) == "token"

@@ -15,7 +15,9 @@ from training_runs import write_conversations
 from transformers import LlamaConfig, Qwen3Config
 
 from shape.cli.train import main
+from shape.data.conversations import Conversation
 from shape.data.statistics import DataStatistics
+from shape.target.chat import Message
 from shape.target.size import size_of
 from shape.training import dry_run
 from shape.training.defaults import resolve
@@ -121,6 +123,17 @@ def test_where_weights_are_here_it_is_measured(
     assert "answers: taken to be half as long as they may be, 8 tokens" in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.jsonl"]
     assert bool([*elsewhere.rglob("shard-*")]) == windows
+
+
+@pytest.mark.parametrize("asked", [1, 2, 5])
+def test_a_later_answer_reads_the_conversation_before_it(asked):
+    """Of turns of 10 tokens, answer `n` of a conversation reads n * 10 once more, in whichever texts it is learned."""
+    message = Message("user", "a question")
+    conversations = [Conversation(str(i), (message,) * asked) for i in range(3)]
+    whole = DataStatistics(3, 10.0 * asked, 0.5, float(asked))
+    for text in (whole, whole.turn_by_turn()):
+        again = dry_run._read_again(text, conversations) * text.conversations * text.tokens
+        assert again == pytest.approx(3 * sum(10 * before for before in range(asked)))
 
 
 def test_answers_that_ship_cost_nothing(tiny_target):

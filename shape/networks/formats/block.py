@@ -16,8 +16,10 @@ from shape.networks.formats.layers import (
     own_weights,
     refuse_scales,
     require_head,
+    require_layers,
     shared_options,
     take_vocabulary,
+    warn_of_last_layer,
     with_mask,
     written_dtype,
     written_layers,
@@ -50,7 +52,9 @@ def read(checkpoint: Checkpoint, target: TargetFacts) -> tuple[ShapeConfig, Weig
     dspark = bool(architectures(config) & _DSPARK) or bool(config.get("markov_rank"))
     config.setdefault("sample_from_anchor", dspark)
     config |= _windows(config)
-    return _read(Checkpoint(config, checkpoint.weights), config, [layer + 1 for layer in chosen])
+    chosen = [layer + 1 for layer in chosen]
+    warn_of_last_layer(chosen, target)
+    return _read(Checkpoint(config, checkpoint.weights), config, chosen)
 
 
 def _windows(config: dict[str, Any]) -> dict[str, Any]:
@@ -79,6 +83,7 @@ def read_speculators(checkpoint: Checkpoint, steps: int, target: TargetFacts) ->
         raise CheckpointError("its configuration has no aux_hidden_state_layer_ids, the layers that it reads")
     kind = config["speculators_model_type"]
     config = {"sample_from_anchor": kind == "dspark", "sliding_window_non_causal": kind == "dflash2", **config}
+    warn_of_last_layer(chosen, target)
     return _read(Checkpoint(config, checkpoint.weights), config["transformer_layer_config"], chosen)
 
 
@@ -112,7 +117,7 @@ def _read(checkpoint: Checkpoint, language_model: dict[str, Any], chosen: list[i
 
 def write(predictor: Predictor, target: TargetFacts) -> Checkpoint:
     """As DeepSeek and z-lab have it, which vLLM and SGLang load beside a target."""
-    config, common = predictor.config, _written(predictor)
+    config, common = predictor.config, _written(predictor, target)
     if _algorithm(config) == "dspark" and config.markov_head_type != "vanilla":
         raise CheckpointError(
             f"its markov_head_type is {config.markov_head_type}, and engines load vanilla ones: use --to speculators, "
@@ -151,7 +156,7 @@ def write_speculators(predictor: Predictor, target: TargetFacts) -> Checkpoint:
     if algorithm == "dspark" and config.markov_head_type != "vanilla":
         warnings.warn(f"vLLM 0.32 loads no {config.markov_head_type} markov_head_type, but vanilla ones", stacklevel=2)
     written = {
-        **_written(predictor),
+        **_written(predictor, target),
         "architectures": [_ARCHITECTURES[algorithm]],
         "speculators_model_type": algorithm,
         "transformer_layer_config": written_layers(config, target),
@@ -180,7 +185,7 @@ def _written_weights(predictor: Predictor) -> Weights:
     return {names.get(name, name): weight for name, weight in own_weights(predictor).items()}
 
 
-def _written(predictor: Predictor) -> dict[str, Any]:
+def _written(predictor: Predictor, target: TargetFacts) -> dict[str, Any]:
     """What all layouts say of a network.
 
     Raises:
@@ -188,11 +193,7 @@ def _written(predictor: Predictor) -> dict[str, Any]:
     """
     config = predictor.config
     require_head(predictor)
-    if min(config.feature_layers) < 1:
-        raise CheckpointError(
-            f"it reads layers {config.feature_layers} of the target, and engines know those from 1 on; train with "
-            "--predictor.feature_layers of these"
-        )
+    require_layers(config, target, first=1)
     if _algorithm(config) != "dspark" and (config.sample_from_anchor or config.confidence):
         raise CheckpointError("engines know sample_from_anchor and a confidence with DSpark's markov_rank alone")
     if _algorithm(config) == "dflash2" and not (

@@ -4,8 +4,8 @@
 The layers that are read have two numberings. At the top of a configuration, where speculators writes and vLLM looks
 first, layer i is transformers' `hidden_states[i]`, as here. In `eagle_config`, where SpecForge writes and SGLang looks,
 a list that begins with 1 counts outputs of decoder layers: its layer i is `hidden_states[i + 1]`. Files whose list
-begins with another number use the first numbering (sgl-project/sglang, pull request 25454). DeepSpec's
-`target_layer_ids` count outputs.
+begins with another number use the first numbering (sgl-project/sglang, pull request 25454), and so do all of gpt-oss,
+by SGLang's reading (32334). DeepSpec's `target_layer_ids` count outputs.
 """
 
 import warnings
@@ -20,9 +20,11 @@ from shape.networks.formats.layers import (
     own_weights,
     refuse_scales,
     require_head,
+    require_layers,
     require_no_token_heads,
     shared_options,
     take_vocabulary,
+    warn_of_last_layer,
     with_mask,
     written_dtype,
     written_layers,
@@ -63,18 +65,13 @@ def _read(
         raise CheckpointError("it reads the last layer alone, as EAGLE-1; give an EAGLE-3 checkpoint")
     chosen = config.get(_LAYER_IDS)
     if not chosen and (outputs := nested.get(_LAYER_IDS)):
-        chosen = [layer + 1 for layer in outputs] if outputs[0] == 1 else outputs
+        chosen = [layer + 1 for layer in outputs] if outputs[0] == 1 and not _counts_states(target) else outputs
     if not chosen and (outputs := config.get(_OUTPUTS)):
         chosen = [layer + 1 for layer in outputs]
     if not chosen:
         count = target.layers()
         chosen = [2, count // 2, count - 3]
-    if target.num_layers == max(chosen):
-        warnings.warn(
-            f"the checkpoint reads the target's last layer, {max(chosen)}: here behind the final norm, as transformers "
-            "has it, and before it in SGLang",
-            stacklevel=2,
-        )
+    warn_of_last_layer(chosen, target)
     refuse_scales(config)
     vocab_size = language_model.get("vocab_size") or target.vocab_size
     if vocab_size is None:
@@ -95,6 +92,11 @@ def _read(
         **options,
     )
     return made, weights
+
+
+def _counts_states(target: TargetFacts) -> bool:
+    """Whether SGLang numbers hidden states of this target, whatever a list begins with."""
+    return "GptOssForCausalLM" in target.architectures
 
 
 def _mask_token(config: dict[str, Any]) -> int:
@@ -123,8 +125,8 @@ def write(predictor: Predictor, target: TargetFacts) -> Checkpoint:
     rope = layers.pop("rope_parameters", None) or {"rope_theta": 10000.0}
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
     scaled = scaling.get("rope_type", "default") != "default"
-    read = config.feature_layers
-    if read[0] == 1:
+    read, shifted = config.feature_layers, not _counts_states(target)
+    if read[0] == 1 and shifted:
         warnings.warn(
             "SGLang reads other layers where the first one is 1, as its numbering has no way to say so; vLLM reads "
             "them as they are. For SGLang train with --predictor.feature_layers from 2 on",
@@ -138,9 +140,9 @@ def write(predictor: Predictor, target: TargetFacts) -> Checkpoint:
         "torch_dtype": written_dtype(predictor),
         "eagle_config": {
             "use_aux_hidden_state": True,
-            _LAYER_IDS: [layer - 1 for layer in read] if read[0] == 2 else read,
+            _LAYER_IDS: [layer - 1 for layer in read] if read[0] == 2 and shifted else read,
         },
-        **_written(predictor),
+        **_written(predictor, target),
     }
     if predictor.lm_head is None:  # by which SGLang knows that the target's is meant
         written["draft_vocab_size"] = None
@@ -156,12 +158,12 @@ def write_speculators(predictor: Predictor, target: TargetFacts) -> Checkpoint:
         "architectures": ["PEagleDraftModel" if parallel else "Eagle3DraftModel"],
         "speculators_model_type": "peagle" if parallel else "eagle3",
         "transformer_layer_config": written_layers(config, target),
-        **_written(predictor),
+        **_written(predictor, target),
     }
     return Checkpoint(written, own_weights(predictor))
 
 
-def _written(predictor: Predictor) -> dict[str, Any]:
+def _written(predictor: Predictor, target: TargetFacts) -> dict[str, Any]:
     """What both layouts say of a network.
 
     Raises:
@@ -170,11 +172,7 @@ def _written(predictor: Predictor) -> dict[str, Any]:
     config = predictor.config
     require_head(predictor)
     require_no_token_heads(config)
-    if min(config.feature_layers) < 0:
-        raise CheckpointError(
-            f"it reads layers {config.feature_layers} of the target, and engines know those from 0 on; train with "
-            "--predictor.feature_layers of these"
-        )
+    require_layers(config, target, first=0)
     shared = {_LAYER_IDS: config.feature_layers, "draft_vocab_size": config.draft_size, **written_width(config)}
     shared |= {name: getattr(config, name) for name in _NORMS}
     if config.kind != "peagle":

@@ -1,5 +1,6 @@
 """What the formats of networks with decoder layers share: the layers' configuration, and the draft vocabulary."""
 
+import warnings
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from transformers import AutoConfig
 from shape.errors import CheckpointError
 from shape.networks.base import Predictor
 from shape.networks.config import LAYER_TYPES, ShapeConfig
+from shape.networks.decoder import SCALINGS
 from shape.networks.formats.files import Weights
 from shape.networks.formats.targets import TargetFacts
 
@@ -17,7 +19,7 @@ _KEPT = (
     "max_position_embeddings", "mlp_bias", "model_type", "num_attention_heads", "num_hidden_layers",
     "num_key_value_heads", "rms_norm_eps", "rope_parameters", "sliding_window", "use_sliding_window",
 )  # fmt: skip
-_ROPE = ("rope_theta", "rope_scaling")  # of earlier releases of transformers
+_CHANGING = ("dynamic", "longrope")  # with the length of the text: here they stay as they are for short ones
 _MASK = "mask_embedding"  # ours alone: the target's embedding of a token
 # Weights that only training reads: copies of the target's, and constants.
 _TRAINING_ONLY = ("verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
@@ -45,9 +47,66 @@ def layers_of(config: dict[str, Any]) -> dict[str, Any]:
     kind = config.get("model_type", "llama")
     if kind not in LAYER_TYPES:
         raise CheckpointError(f"its layers are of model_type {kind!r}; {' and '.join(LAYER_TYPES)} are known")
-    given = {name: value for name, value in config.items() if name in (*_KEPT, *_ROPE) and name != "model_type"}
-    filled = AutoConfig.for_model(kind, **given).to_dict()
+    given = {name: value for name, value in config.items() if name in _KEPT and name != "model_type"}
+    filled = AutoConfig.for_model(kind, **{**given, "rope_parameters": _rope_of(config)}).to_dict()
     return {name: filled[name] for name in _KEPT if name in filled}
+
+
+def _rope_of(config: dict[str, Any]) -> dict[str, Any]:
+    """The rotary parameters, whatever release of transformers wrote them.
+
+    Raises:
+        CheckpointError: positions that are not computed here.
+    """
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    # Where kinds of layers have their own, speculators takes that of windows for all.
+    rope = dict(given.get("sliding_attention") or given.get("full_attention") or given)
+    kind = rope.pop("type", None)
+    kind = rope.pop("rope_type", kind) or "default"
+    if kind == "mrope":  # of text alone it is the plain one
+        kind = "default"
+    if kind in _CHANGING:
+        longest = rope.get("original_max_position_embeddings") or config.get("max_position_embeddings")
+        warnings.warn(
+            f"its rotary positions are of type {kind!r}: behind {longest} tokens it drafts otherwise than it was "
+            "trained to",
+            stacklevel=2,
+        )
+    elif kind not in SCALINGS:
+        raise CheckpointError(f"its rotary positions are of type {kind!r}, which is not computed here")
+    partial = rope.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if partial not in (None, 1):
+        raise CheckpointError(
+            f"its configuration has partial_rotary_factor {partial}, and here all of a head is given a position"
+        )
+    if config.get("rope_theta") is not None:
+        rope.setdefault("rope_theta", config["rope_theta"])
+    return {**rope, "rope_type": kind}
+
+
+def warn_of_last_layer(layers: list[int], target: TargetFacts) -> None:
+    """Where the target is known, and its last layer is among those that a drafter reads."""
+    if max(layers) == target.num_layers:
+        warnings.warn(
+            f"the checkpoint reads the target's last layer, {max(layers)}: here behind the final norm, as transformers "
+            "has it, and before it in vLLM and SGLang",
+            stacklevel=2,
+        )
+
+
+def require_layers(config: ShapeConfig, target: TargetFacts, first: int) -> None:
+    """Raises CheckpointError for layers of the target that engines do not know as they are here.
+
+    Args:
+        first: the least that they know.
+    """
+    layers, last = config.feature_layers, target.num_layers
+    if min(layers) < first or (last is not None and max(layers) >= last):
+        below = "" if last is None else f", below the last ({last}), which they read before the final norm"
+        raise CheckpointError(
+            f"it reads layers {layers} of the target, and engines know those from {first} on{below}; train with "
+            "--predictor.feature_layers of these"
+        )
 
 
 def written_layers(config: ShapeConfig, target: TargetFacts) -> dict[str, Any]:

@@ -37,8 +37,14 @@ def read(checkpoint: Checkpoint, target: TargetFacts) -> tuple[ShapeConfig, Weig
 
 
 def write(predictor: Predictor, target: TargetFacts) -> Checkpoint:
-    """Speculators' of ours."""
+    """Speculators' of ours.
+
+    Raises:
+        CheckpointError: the target is unknown, or there is no place for something in the layout.
+    """
     config = predictor.config
+    if not target.name:
+        raise CheckpointError("its configuration names the target, which is not known: give --target")
     own, weights = (block if config.kind == "block" else eagle).write_speculators(predictor, target)
     algorithm = own["speculators_model_type"]
     written = {
@@ -48,7 +54,7 @@ def write(predictor: Predictor, target: TargetFacts) -> Checkpoint:
             "algorithm": algorithm,
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.num_steps}],
-            "verifier": {"name_or_path": target.name or None, "architectures": list(target.architectures)},
+            "verifier": {"name_or_path": target.name, "architectures": list(target.architectures)},
         },
         "tie_word_embeddings": False,
     }

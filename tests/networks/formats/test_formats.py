@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from shape.errors import CheckpointError, ConfigError
+from shape.networks.decoder import Rotary
 from shape.networks.formats.files import read_checkpoint
+from shape.networks.formats.layers import layers_of
 from shape.networks.formats.table import FORMATS, drafting_from, format_of, load, save
 from shape.networks.formats.targets import TargetFacts
 
@@ -292,6 +294,72 @@ def test_fasterdecoding_counts_its_layers(tmp_path):
     assert again.config.target_identity["name"] == "org/vicuna" and len(wanted) == len(again.state_dict())
 
 
+@pytest.mark.parametrize(("name", "form"), [("eagle", "eagle3"), ("dflash", "dspark"), ("dflash", "speculators")])
+def test_the_last_layer_is_warned_of(name, form, tmp_path):
+    """Of a target that is known: here it is what is behind the final norm."""
+    save(made(OURS[name][0]), tmp_path, form, TARGET)
+    last = OURS[name][0]["feature_layers"][-1]
+    with pytest.warns(UserWarning, match=f"the target's last layer, {last}: here behind the final norm"):
+        load(tmp_path, LlamaConfig(num_hidden_layers=last, vocab_size=64))
+
+
+def test_what_vllm_serves_by_itself_names_its_target(tmp_path):
+    with pytest.raises(CheckpointError, match="names the target, which is not known: give --target"):
+        save(made(OURS["eagle"][0]), tmp_path, "speculators", replace(TARGET, name=""))
+
+
+def test_sglang_numbers_hidden_states_of_gpt_oss(tmp_path):
+    """Whatever their list begins with, of others only where it does not begin with 1."""
+    gpt_oss = replace(TARGET, architectures=("GptOssForCausalLM",))
+    save(made(OURS["eagle"][0]), tmp_path, "eagle3", gpt_oss)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["eagle_config"][LAYER_IDS] == config[LAYER_IDS] == [2, 4, 5]
+    config["eagle_config"][LAYER_IDS] = [1, 3, 4]
+    (tmp_path / "config.json").write_text(json.dumps({**config, LAYER_IDS: None}))
+    for architecture, read in (("GptOssForCausalLM", [1, 3, 4]), ("LlamaForCausalLM", [2, 4, 5])):
+        target = LlamaConfig(num_hidden_layers=8, vocab_size=64, architectures=[architecture])
+        assert load(tmp_path, target).config.feature_layers == read
+
+
+WINDOWED = {"rope_type": "default", "rope_theta": 5e5}
+
+
+@pytest.mark.parametrize(
+    ("given", "rope"),
+    [
+        ({"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}, {"rope_theta": 1e6}),
+        ({"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e6, "mrope_section": [4]}}, {"rope_theta": 1e6}),
+        ({"rope_parameters": {"full_attention": WINDOWED}}, WINDOWED),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": WINDOWED}}, WINDOWED),
+        (
+            {"rope_theta": 3e4, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_type": "linear", "factor": 2.0},
+        ),
+        ({"rope_theta": 3e4, "rope_scaling": None}, {"rope_theta": 3e4, "rope_type": "default"}),
+        ({"partial_rotary_factor": 1.0}, {"rope_type": "default"}),
+    ],
+)
+def test_rotary_positions_whoever_wrote_them(given, rope):
+    found = layers_of({"hidden_size": 32, "num_attention_heads": 2, **given})["rope_parameters"]
+    assert rope.items() <= found.items()
+    config = LlamaConfig(hidden_size=32, num_attention_heads=2, rope_parameters=found)
+    expected = found["rope_theta"] ** -(torch.arange(0, 16, 2) / 16) / rope.get("factor", 1)
+    torch.testing.assert_close(Rotary(config)._frequencies[torch.device("cpu")], expected)
+
+
+def test_rotary_positions_that_are_not_computed():
+    for given, said in (
+        ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "of type 'ntk', which is not computed here"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, "partial_rotary_factor 0.25"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            layers_of({"hidden_size": 32, "num_attention_heads": 2, **given})
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    with pytest.warns(UserWarning, match="of type 'dynamic': behind 64 tokens it drafts otherwise"):
+        layers_of({"hidden_size": 32, "num_attention_heads": 2, "max_position_embeddings": 64, "rope_scaling": dynamic})
+
+
 def test_default_layers_depend_on_the_target(tmp_path, tiny_model):
     save(made(OURS["eagle"][0]), tmp_path, "eagle3", TARGET)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -376,6 +444,8 @@ def test_tokens_in_place_of_differences_are_refused(tmp_path):
         ({"kind": "medusa", "draft_vocab_size": None}, "medusa", "engines want in the file: give --target"),
         ({**PEAGLE, "markov_rank": 4}, "speculators", "which engines know of DSpark alone"),
         ({**EAGLE, "confidence": True}, "eagle3", "which engines know of DSpark alone"),
+        ({**EAGLE, "feature_layers": [2, 4, 8]}, "eagle3", r"below the last \(8\), which they read before the final"),
+        ({**BLOCK, "feature_layers": [1, 8]}, "dspark", r"from 1 on, below the last \(8\)"),
     ],
 )
 def test_what_a_format_has_no_place_for(options, form, said, tmp_path):
