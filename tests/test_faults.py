@@ -129,7 +129,7 @@ def test_changed_data_is_noticed_before_work(copy, tiny_target_folder, tmp_path,
     answered = refused(main, *arguments(tiny_target_folder, other, copy, *SHORT, "--regenerate=true"))
     assert "have changed since" in answered and "--regenerate false" in answered
     online = refused(main, *arguments(tiny_target_folder, other, copy, *SHORT, "--online=true", "--ckpt_path=last"))
-    assert "checkpoint is of another run: conversations was" in online
+    assert "checkpoint is of another run: conversations (data" in online
 
 
 # ------------------------------------------------------------------------------------------------- checkpoints

@@ -167,26 +167,35 @@ def _file_rows(path: Path) -> Iterator[tuple[str, str, object]]:
     try:
         for count, (where, row) in enumerate(_READERS[suffix](path), 1):
             yield where, f"{stem}-{count - 1}", row
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     if not count:
         raise DataError(f"{path} is empty; it has no row to read")
 
 
-def _lines(path: Path) -> Iterator[str]:
-    with (
-        gzip.open(path, "rt", encoding="utf-8-sig")
-        if path.suffix == ".gz"
-        else open(path, encoding="utf-8-sig") as file
-    ):
-        yield from file
+def _lines(path: Path) -> Iterator[str | DataError]:
+    """Each line, or why it is no text."""
+    with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+        for number, line in enumerate(file):
+            try:
+                yield line.decode("utf-8" if number else "utf-8-sig").replace("\r\n", "\n")
+            except UnicodeDecodeError as error:
+                yield DataError(f"not UTF-8 text ({error.reason} at byte {error.start} of the line)")
+
+
+def _text(path: Path) -> Iterator[str]:
+    """Each line of a file of which no part can be left out."""
+    for number, line in enumerate(_lines(path), 1):
+        if isinstance(line, DataError):
+            raise DataError(f"{path}:{number}: {line}")
+        yield line
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, object]]:
     for number, line in enumerate(_lines(path), 1):
-        if line.strip():
+        if isinstance(line, DataError):
+            yield f"{path}:{number}", line
+        elif line.strip():
             try:
                 yield f"{path}:{number}", json.loads(line)
             except (ValueError, RecursionError) as error:
@@ -194,7 +203,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, object]]:
 
 
 def _json_list(path: Path) -> Iterator[tuple[str, object]]:
-    text = "".join(_lines(path))
+    text = "".join(_text(path))
     if not text.strip():
         return
     try:
@@ -217,7 +226,7 @@ def _no_json(error: Exception) -> str:
 def _text_blocks(path: Path) -> Iterator[tuple[str, object]]:
     block: list[str] = []
     start = 1
-    for number, line in enumerate(chain(_lines(path), [""]), 1):
+    for number, line in enumerate(chain(_text(path), [""]), 1):
         if line.strip():
             start = start if block else number
             block.append(line)
@@ -232,9 +241,16 @@ def _parquet(path: Path) -> Iterator[tuple[str, object]]:
     try:
         rows = iter(load_dataset("parquet", data_files=str(path), split="train", streaming=True))
         for number, row in enumerate(rows, 1):
-            yield f"{path}: row {number}", row
+            yield f"{path}: row {number}", _without_nulls(row)
     except ValueError as error:  # pyarrow's errors
         raise DataError(f"{path} cannot be read: {first_line(error)}") from None
+
+
+def _without_nulls(value: Any) -> Any:
+    """Without what a table fills up: every object in it has the columns of all others in its place."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 _READERS: dict[str, Callable[[Path], Iterator[tuple[str, object]]]] = {
@@ -256,7 +272,7 @@ def _hub_rows(source: str) -> Iterator[tuple[str, str, object]]:
         ) from None
     stem = name.split("/")[-1]
     for number, row in enumerate(rows):
-        yield f"{source}: row {number + 1}", f"{stem}-{number}", row
+        yield f"{source}: row {number + 1}", f"{stem}-{number}", _without_nulls(row)
 
 
 def _suffix(path: Path) -> str:

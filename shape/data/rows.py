@@ -120,7 +120,10 @@ def _conversation(row: dict[str, Any], identity: str) -> Conversation | None:
         completion = Message("assistant", _text(row["completion"], "completion"), finished)
         return Conversation(identity, (prompt, completion), "completion")
     if "prompt" in row:
-        return Conversation(identity, (*system, Message("user", _text(row["prompt"], "prompt"))))
+        asked = row["prompt"]
+        listed = isinstance(asked, list)
+        messages = _messages(asked, "prompt") if listed else (Message("user", _text(asked, "prompt")),)
+        return Conversation(identity, _with_system(system, messages))
     if "text" in row:
         return Conversation(identity, (Message("assistant", _text(row["text"], "text"), finished),), "text")
     return None
@@ -153,7 +156,7 @@ def _tokens(ids: Any, mask: Any) -> Tokens:
 
 def _template(row: dict[str, Any]) -> dict[str, Any]:
     """A row's options of its chat template."""
-    given, tools = row.get("chat_template_kwargs") or {}, row.get("tools") or []
+    given, tools = _filled(row.get("chat_template_kwargs") or {}), row.get("tools") or []
     if isinstance(tools, str):
         tools = _json(tools, "tools")
     if not isinstance(given, dict):
@@ -182,8 +185,11 @@ def _message(turn: object, name: str) -> Message:
         raise DataError(f"{name} lacks its {'role' if speaker is None else 'text'} (from + value, or role + content)")
     if role is None:
         raise DataError(f"{name} has the unknown role {_shown(speaker)}; expected one of {', '.join(ROLES)}")
-    if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
-        content = "".join(_text(part["text"], name) for part in content)
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        other = [part.get("type") for part in content if part.get("text") is None]
+        if other and role != "tool":
+            raise DataError(f"{name} has a part of type {_shown(other[0])}; only text can be read: leave the row out")
+        content = content if other else "".join(_text(part["text"], name) for part in content)
     if role == "tool" and not isinstance(content, str):
         content = json.dumps(content, ensure_ascii=False)  # some collections keep a tool's result as an object
     if str(speaker).lower() == "function_call":

@@ -65,7 +65,8 @@ def count_tokens(
     """Estimated on a random sample, as many data sets are ordered."""
     drawn = Random(0).sample(range(len(conversations)), min(_SAMPLE, len(conversations)))
     parts = chain.from_iterable(split_by_template(conversations[number], tokenizer) for number in drawn)
-    sample = [encode_row(part, tokenizer, max_length, skip_bad_rows) for part in parts]
+    encoded = [encode_row(part, tokenizer, max_length, skip_bad_rows) for part in parts]
+    sample = [each for each in encoded if each.loss_mask.any()] or encoded  # of others nothing is learned or stored
     tokens = sum(len(each.loss_mask) for each in sample)
     answers = torch.cat([each.input_ids[each.loss_mask] for each in sample])
     often = answers.bincount().sort(descending=True).values.cumsum(0)

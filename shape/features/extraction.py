@@ -182,11 +182,17 @@ def single_texts(
 
 
 def _require_accepted(target: Target, conversations: Sequence[Conversation]) -> None:
-    """Raises DataError where the chat template refuses a conversation, of which one of each order of roles is tried."""
-    orders: dict[tuple[str, ...], list[Conversation]] = {}
+    """Raises DataError where the chat template refuses a conversation, of which one of each order of roles is tried,
+    with as many calls of tools in each message, and with reasoning or text or neither.
+    """
+    orders: dict[tuple[tuple[str, int, bool, bool], ...], list[Conversation]] = {}
     for conversation in conversations:
         if conversation.kind == "chat" and not conversation.texts:
-            orders.setdefault(tuple(message.role for message in conversation.messages), []).append(conversation)
+            form = tuple(
+                (one.role, len(one.more.get("tool_calls", ())), bool(one.reasoning), bool(one.content))
+                for one in conversation.messages
+            )
+            orders.setdefault(form, []).append(conversation)
     for alike in orders.values():
         for part in split_by_template(alike[0], target.tokenizer):
             try:
@@ -270,7 +276,7 @@ class _Extraction(pl.LightningModule):
         todo = [index for shard in missing for index in manifest.conversations_of(shard)]
         counts = []
         for index in evenly(todo, _ESTIMATE_SAMPLE):
-            text = self._encode(index)
+            text = self._learnable(index)
             states = stored_positions(text.loss_mask, torch.tensor([0, len(text.input_ids)]), manifest.before)
             counts.append((len(text.input_ids), int(states.sum())))
         tokens, states = (math.ceil(sum(each) / len(each) * len(todo)) for each in zip(*counts, strict=True))

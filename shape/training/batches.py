@@ -174,6 +174,8 @@ class WholeTextBatches(Batches):
     def _deal(self, pool: int) -> list[Tensor]:
         """The samples of a pool's steps."""
         samples = torch.cat([self.order.step(pool * STEPS_POOLED + each) for each in range(STEPS_POOLED)])
+        # A long dialogue's later turns, as texts of their own, may hold nothing to learn within the longest length.
+        samples = samples[known] if (known := self._roots(samples) > 0).any() else samples
         samples = samples[self._sizes(samples).sort(stable=True).indices]
         steps = samples.tensor_split(cuts(self._roots(samples), STEPS_POOLED))
         generator = torch.Generator().manual_seed(derive_seed(self.order.seed, "pool", pool))

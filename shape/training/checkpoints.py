@@ -175,6 +175,8 @@ def set_aside(output: Path) -> None:
 def require_same_run(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Raises CheckpointError, with every difference, for a checkpoint of a run with another recipe."""
     if found := differences(saved, current, _FREE_TO_CHANGE):
+        data = "conversations (data, limit, or validation.prompts, which holds out others)"
+        found = [data if phrase.startswith("conversations was") else phrase for phrase in found]
         raise CheckpointError(
             f"the checkpoint is of another run: {', '.join(found)}; resume with the options it was made "
             "with, or train anew without --ckpt_path"

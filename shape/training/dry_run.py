@@ -59,13 +59,14 @@ def dry_run(options: TrainOptions) -> str:
     first, size, config = preparation.sized_before_loading(options)
     dtype = dtype_of(options.dtype, config)
     conversations = preparation.load_data(options)
-    held_out = set() if preparation.validation_data(options) else preparation.held_out_numbers(options, conversations)
+    for_validation = preparation.validation_data(options)
+    held_out = set() if for_validation else preparation.held_out_numbers(options, conversations)
     tokenizer, notes = tokenizer_of(options.target, options), []
     if tokenizer is None:
         text = _by_letters(conversations)
         notes.append(f"tokens: taken to be {_LETTERS} letters each, for want of the target's tokenizer")
     else:
-        excluded = preparation.excluded_numbers(first, len(conversations), held_out)
+        excluded = preparation.excluded_numbers(first, conversations, held_out, for_validation)
         text = preparation.text_to_learn(first, conversations, excluded, tokenizer)
     if options.writes_answers:
         if text.answers == 0:

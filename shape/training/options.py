@@ -204,8 +204,9 @@ class TrainingOptions:
         noise_absolute: that deviation is in the states' own units (the paper's), whatever their size.
         ema: validate and export an exponential moving average of the weights, with this decay per step; null takes the
             weights themselves.
-        max_minutes: stop after so long and shrink the learning rate's schedule to fit; such a run depends on
-            the machine's speed and cannot be reproduced bit by bit.
+        max_minutes: stop after so long, of steps and validation (answers, features and the measurement at the end come
+            on top), and shrink the learning rate's schedule to fit; such a run depends on the machine's speed and
+            cannot be reproduced bit by bit.
         conversations: learn from so many of the conversations alone, evenly chosen; null is all. For learning curves,
             which say whether more data would help.
         gradient_checkpointing: compute unrolled steps (of block its layers) a second time in the backward pass, instead

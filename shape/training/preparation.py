@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, cast
@@ -114,13 +114,15 @@ def prepare(runs: Sequence[TrainOptions], home: Storage) -> Material:
         conversations = _regenerated(options, target, conversations, home, trainer)
     texts = split_conversations(target, conversations, options.skip_bad_rows)
     held_out = set() if for_validation else held_out_numbers(options, conversations)
-    excluded = excluded_numbers(options, len(conversations), held_out)
+    excluded = excluded_numbers(options, conversations, held_out, for_validation)
     text = text_to_learn(options, conversations, excluded, target.tokenizer)
     resolved = [resolve(run, size, text) for run in runs]
     for_validation = for_validation or [conversations[index] for index in sorted(held_out)]
+    longest = math.inf
     if not prompts:
         # The best of many measurements owes something to luck on its own prompts, and is measured on others.
         for_validation, prompts = for_validation[::2], _as_prompts(for_validation[1::2])
+        longest = cast(int, options.max_length)  # longer ones are neither learned from nor validated on
     rank_zero_only(announce)(target)
     for run in resolved:
         plan = Forecast(run, size, text, target.dtype).lines[:2]
@@ -132,7 +134,7 @@ def prepare(runs: Sequence[TrainOptions], home: Storage) -> Material:
         list(chain.from_iterable(texts)),
         {index for index, number in enumerate(owners) if number in excluded},
         single_texts(target, for_validation, options.skip_bad_rows),
-        _fitting(prompts, target, options),
+        _fitting(prompts, target, options, longest),
         home,
         trainer,
     )
@@ -258,10 +260,38 @@ def held_out_numbers(options: TrainOptions, conversations: list[Conversation]) -
     return set(evenly(range(len(conversations)), count))
 
 
-def excluded_numbers(options: TrainOptions, count: int, held_out: set[int]) -> set[int]:
-    """Numbers of the conversations, of so many, that are not learned from: held out, or beyond the number asked for."""
-    rest = [number for number in range(count) if number not in held_out]
-    return held_out | (set(rest) - set(evenly(rest, options.training.conversations)))
+def excluded_numbers(
+    options: TrainOptions,
+    conversations: Sequence[Conversation],
+    held_out: set[int],
+    for_validation: Sequence[Conversation] = (),
+) -> set[int]:
+    """Numbers of the conversations that are not learned from: held out, asking what one that is validated or measured
+    on asks first, or beyond the number asked for.
+    """
+    asked = {_opening(conversations[number]) for number in held_out} | {_opening(each) for each in for_validation}
+    rest = [number for number in range(len(conversations)) if number not in held_out]
+    copies = {number for number in rest if _opening(conversations[number]) in asked}
+    if 2 * len(copies) > len(rest):
+        rank_zero_warn(
+            f"{len(copies)} of {len(conversations)} conversations begin as one does that is validated or measured on; "
+            "they are learned from, as little would be left, so that acceptance in validation is of known questions. "
+            "Give other --validation_data"
+        )
+        copies = set()
+    elif copies:
+        rank_zero_only(print)(
+            f"left out: {len(copies)} conversations that begin as one does that is validated or measured on", flush=True
+        )
+    rest = [number for number in rest if number not in copies]
+    return held_out | copies | (set(rest) - set(evenly(rest, options.training.conversations)))
+
+
+def _opening(conversation: Conversation) -> tuple[Any, ...]:
+    """What stands before the first answer, or, of one that asks nothing, all."""
+    said = [(message.role, message.content) for message in conversation.messages]
+    asked = tuple(takewhile(lambda message: message[0] != "assistant", said))
+    return asked or tuple(said) or tuple(text.input_ids.tobytes() for text in conversation.texts)
 
 
 def text_to_learn(
@@ -340,11 +370,14 @@ def _as_prompts(conversations: Sequence[Conversation]) -> list[Prompt]:
     return list(found.values())
 
 
-def _fitting(prompts: Sequence[Prompt], target: Target, options: TrainOptions) -> list[Prompt]:
-    """Those that leave room for an answer within the target's positions and, with `skip_bad_rows`, that the chat
-    template takes.
+def _fitting(
+    prompts: Sequence[Prompt], target: Target, options: TrainOptions, longest: float = math.inf
+) -> list[Prompt]:
+    """Those of at most so many tokens that leave room for an answer within the target's positions and, with
+    `skip_bad_rows`, that the chat template takes.
     """
     room = math.inf if target.max_positions is None else target.max_positions - options.measurement.max_new_tokens
+    room = min(room, longest)
 
     def fits(prompt: Prompt) -> bool:
         try:

@@ -211,6 +211,32 @@ def test_null_is_no_value_wherever_rows_come_from(tmp_path, monkeypatch):
     assert load_conversations(tmp_path / "rows.parquet", require_answers=False) == found
 
 
+def test_tables_fill_no_argument_of_a_call_and_no_option(tmp_path):
+    import datasets
+
+    def row(name: str, options: dict) -> dict:
+        call = {"name": "f", "arguments": {name: 1}}
+        said = {"role": "assistant", "content": "", "tool_calls": [{"function": call}]}
+        return {"messages": [{"role": "user", "content": "Q"}, said], "chat_template_kwargs": options}
+
+    table = datasets.Dataset.from_list([row("a", {"enable_thinking": True}), row("b", {"words": "few"})])
+    table.to_parquet(tmp_path / "rows.parquet")
+    first, second = load_conversations(tmp_path / "rows.parquet", chat_template_kwargs={"enable_thinking": False})
+    calls = [one.messages[1].more["tool_calls"][0]["function"]["arguments"] for one in (first, second)]
+    assert calls == [{"a": 1}, {"b": 1}]
+    assert first.template == {"enable_thinking": True}
+    assert second.template == {"enable_thinking": False, "words": "few"}
+
+
+def test_prompts_of_messages_alone(tmp_path):
+    """As preference sets and those of prompts have them."""
+    asked = [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}]
+    path = write_rows(tmp_path / "rows.jsonl", {"prompt": asked})
+    (found,) = load_conversations(path, require_answers=False)
+    assert [(message.role, message.content) for message in found.messages] == [("system", "S"), ("user", "Q")]
+    assert load_prompts(path)[0].opening == asked
+
+
 GOOD = {"text": "fine"}
 
 
@@ -257,6 +283,11 @@ GOOD = {"text": "fine"}
             [{"messages": [{"role": "assistant", "tool_calls": [{"arguments": {}}]}]}],
             r"message 1 of 'messages' has a call of a tool without a name",
         ),
+        (
+            "a.jsonl",
+            [{"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]}],
+            r"message 1 of 'messages' has a part of type \"image\"; only text can be read: leave the row out",
+        ),
         ("a.jsonl", [{"turns": "hi"}], r"'turns' is \"hi\"; expected a list"),
         ("a.jsonl", ['{"text": "\\ud800"}'], r"a\.jsonl:1: text has half a surrogate pair"),
         ("a.json", ["[", '{"text": "x"},', "oops]"], r"a\.json:3: not valid JSON"),
@@ -288,9 +319,13 @@ def test_missing_truncated_and_undecodable_files(tmp_path):
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 1000)[:-12])
     with pytest.raises(DataError, match="cannot be read: Compressed file ended"):
         load_conversations(tmp_path / "cut.jsonl.gz")
-    (tmp_path / "latin.jsonl").write_bytes('{"text": "é"}'.encode("latin-1"))
-    with pytest.raises(DataError, match="is not UTF-8 text"):
-        load_conversations(tmp_path / "latin.jsonl")
+    latin = b'{"text": "fine"}\r\n{"text": "\xe9"}\n'
+    for name, row in (("latin.jsonl", 2), ("latin.json", 2), ("latin.txt", 2)):
+        (tmp_path / name).write_bytes(latin)
+        with pytest.raises(DataError, match=rf"{name}:{row}: not UTF-8 text \(invalid continuation byte at byte 10 of"):
+            load_conversations(tmp_path / name)
+    with pytest.warns(UserWarning, match=r"skipped 1 malformed of 2 rows"):
+        assert len(load_conversations(tmp_path / "latin.jsonl", skip_bad_rows=True)) == 1
 
 
 def test_skip_bad_rows_counts_and_continues(tmp_path):

@@ -122,6 +122,17 @@ def test_steps_are_of_texts_of_like_size(unequal, tiny_target, stored):
     assert all(before.max() <= after.min() for before, after in pairwise(parts))
 
 
+def test_the_target_reads_no_text_without_anything_to_learn(tiny_target):
+    """As later turns are that lie behind the longest length; what is learned in each step stays the same."""
+    message = [Message("user", "a " * 200), Message("assistant", "never reached")]
+    dead = [Conversation(f"dead-{number}", tuple(message)) for number in range(len(CONVERSATIONS))]
+    options = replace(OPTIONS, steps=4 * STEPS_POOLED)
+    data = data_of([*CONVERSATIONS, *dead], tiny_target, options, max_length=128)
+    batches = data.batches(Partition())
+    read = torch.cat([batches[number].samples for number in range(4 * STEPS_POOLED)])
+    assert read.max() < len(CONVERSATIONS) and len(read.unique()) == len(CONVERSATIONS)
+
+
 def test_online_examples_are_those_of_the_store(store, tiny_target):
     module = ShapeModule(network(tiny_target), tiny_target, Losses(), OPTIONS)
     data = data_of(CONVERSATIONS, tiny_target, max_length=128)

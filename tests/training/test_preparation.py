@@ -1,5 +1,7 @@
 """Before training, which conversations are learned from, validated on and measured on; after it, what is printed."""
 
+import json
+import re
 import shlex
 import shutil
 from array import array
@@ -16,7 +18,7 @@ from shape.errors import DataError
 from shape.features.storage import Storage
 from shape.target.chat import Message
 from shape.training.options import TrainOptions
-from shape.training.preparation import Material, held_out_numbers, prepare
+from shape.training.preparation import Material, excluded_numbers, held_out_numbers, prepare
 
 
 def test_chats_that_the_template_refuses_are_not_measured_on(tiny_target_folder, tiny_tokenizer, tmp_path):
@@ -46,6 +48,42 @@ def test_conversations_are_learned_from_or_left_out_as_a_whole(tiny_target_folde
     texts = Counter(row.id for row in material.conversations)
     learned = Counter(row.id for n, row in enumerate(material.conversations) if n not in material.excluded)
     assert len(texts) == 20 and len(learned) == 5 and all(texts[name] == count for name, count in learned.items())
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_copies_of_what_is_validated_on_are_not_learned(given, tiny_target_folder, tmp_path, capsys):
+    """Under other ids, and with other answers: what counts is what is asked."""
+    rows = [
+        {"id": f"{n}-{copy}", "messages": [
+            {"role": "user", "content": f"question {n}"}, {"role": "assistant", "content": f"answer {n} {copy}"}
+        ]}
+        for copy in "ab" for n in range(20)
+    ]  # fmt: skip
+    data = write_rows(tmp_path / "data.jsonl", *rows)
+    options = TrainOptions(target=str(tiny_target_folder), data=str(data), regenerate=False, max_length=128)
+    if given:
+        options.validation_data = str(write_rows(tmp_path / "validation.jsonl", *rows[:3]))
+    material = prepare([options], Storage(tmp_path))
+    learned = {row.id.split("-")[0] for n, row in enumerate(material.conversations) if n not in material.excluded}
+    validated = {row.id.split("-")[0] for row in material.for_validation}
+    measured = {prompt.id.split("-")[0] for prompt in material.prompts}
+    assert validated and measured and not learned & (validated | measured) and len(learned) >= 16
+    assert re.search(r"left out: \d conversations that begin as one does that is validated", capsys.readouterr().out)
+
+
+def test_where_most_are_copies_they_are_learned_from(tmp_path):
+    rows = [Conversation(str(n), (Message("user", "go on"), Message("assistant", str(n)))) for n in range(10)]
+    with pytest.warns(UserWarning, match="9 of 10 conversations begin as one does that is validated"):
+        assert excluded_numbers(TrainOptions(data="D"), rows, {3}) == {3}
+
+
+def test_prompts_longer_than_what_is_learned_are_not_measured_on(tiny_target_folder, tmp_path):
+    data, asked = write_conversations(tmp_path / "talks.jsonl", 20), {"role": "user", "content": "word " * 100}
+    long = [{"id": f"long-{n}", "messages": [asked, {"role": "assistant", "content": "A"}]} for n in range(4)]
+    given = write_rows(tmp_path / "given.jsonl", *(json.loads(row) for row in data.read_text().splitlines()[:4]), *long)
+    options = TrainOptions(target=str(tiny_target_folder), data=str(data), validation_data=str(given))
+    options.max_length, options.regenerate = 64, False
+    assert 0 < len(prepare([options], Storage(tmp_path)).prompts) <= 2
 
 
 def test_of_kinds_that_take_turns_every_one_is_held_out():
