@@ -16,12 +16,14 @@ from transformers import AutoTokenizer
 
 from shape import bundled
 from shape.cli.generate import main as generate_main
+from shape.data import encoding
 from shape.data.backends import Request
 from shape.data.conversations import Conversation, Tokens
 from shape.data.encoding import encode, split_by_template
 from shape.data.options import AnswerOptions
 from shape.data.reading import load_conversations, load_prompts
 from shape.data.regeneration import regenerate
+from shape.data.turns import turn_of
 from shape.errors import DataError
 from shape.evaluation.methods import prompts_hash
 from shape.features.extraction import split_conversations
@@ -186,6 +188,21 @@ def test_training_sees_the_prompts_that_decoding_sees(shipped, family, messages)
     prompts = [prompt_ids(messages[:number], tokenizer) for number in turns]
     assert found[0] == prompts[0]  # to the token, also where the prompt ends in a run of blanks
     assert [tokenizer.decode(ids) for ids in found] == [tokenizer.decode(ids) for ids in prompts]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama31"])
+def test_of_a_very_long_dialogue_turns_out_of_reach_are_not_rendered(shipped, family, monkeypatch):
+    """Nothing that is learned is lost."""
+    tokenizer, counted, length = with_chat_template(shipped, family), [], 64
+    turns = [message for n in range(60) for message in (user(f"tell me of {n} " * 4), bot(f"of {n} I know this"))]
+    dialogue = Conversation("long", tuple(turns), template=DATE if family == "llama31" else {})
+    learned = [encode(part, tokenizer, length) for part in split_by_template(dialogue, tokenizer)]
+    monkeypatch.setattr(encoding, "turn_of", lambda *given: counted.append(given[1]) or turn_of(*given))
+    parts = split_by_template(dialogue, tokenizer, length)
+    assert len(counted) < 20 and all(len(part.messages) <= 2 * len(counted) for part in parts)
+    pairs = zip(learned, (encode(part, tokenizer, length) for part in parts), strict=False)
+    assert all(a.input_ids.equal(b.input_ids) and a.loss_mask.equal(b.loss_mask) for a, b in pairs)
+    assert not any(each.loss_mask.any() for each in learned[len(parts) :])
 
 
 def test_options_of_the_template_reach_prompt_and_text(shipped, tmp_path):

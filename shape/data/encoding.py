@@ -12,9 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from shape.data.conversations import Conversation, Tokens
-from shape.data.turns import Span, answer_spans, learned_turns, specials_of, turn_of
+from shape.data.turns import Span, Turn, answer_spans, learned_turns, specials_of, turn_of
 from shape.errors import DataError
 from shape.target.chat import first_tokens
+
+_LETTERS = 8  # more than a token has in the mean
 
 
 @dataclass  # not frozen: Lightning rebuilds what is in a batch where it casts it
@@ -110,7 +112,7 @@ def encode_all(
     encoded = [
         encode_row(part, tokenizer, max_length, skip_bad_rows)
         for conversation in conversations
-        for part in split_by_template(conversation, tokenizer)
+        for part in split_by_template(conversation, tokenizer, max_length)
     ]
     examples = [each for each in encoded if each.loss_mask.any()]
     if not examples:
@@ -141,27 +143,39 @@ def texts_of_turns(turns: Iterable[tuple[Sequence[int], Sequence[int]]]) -> tupl
     return tuple(texts)
 
 
-def split_by_template(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> list[Conversation]:
+def split_by_template(
+    conversation: Conversation, tokenizer: PreTrainedTokenizerBase, max_length: int | None = None
+) -> list[Conversation]:
     """What `encode` takes: a conversation of one text, or several where the chat template rewrites earlier turns (drops
     their reasoning, say), each with the turns that are learned from in it.
 
     A conversation that the template refuses stays as it is, for `encode` to say so.
+
+    Args:
+        max_length: of a very long dialogue, turns whose prompt alone is longer are left out, as each would be rendered
+            and encoded with all before it; None keeps all.
     """
     if conversation.texts:
         return [replace(conversation, texts=(text,)) for text in conversation.texts]
     messages, left, found = conversation.messages, learned_turns(conversation), []
     if conversation.kind != "chat" or len(left) < 2:
         return [conversation]
+    turns: dict[int, Turn] = {}
     try:
-        turns = {number: turn_of(conversation, number, tokenizer) for number in left}
+        for number in left:
+            turn = turn_of(conversation, number, tokenizer)
+            if turns and max_length is not None and _is_behind(turn, tokenizer, max_length):
+                break
+            turns[number] = turn
     except DataError:
         return [conversation]
+    whole, left = len(turns) == len(left), list(turns)
     while left:
         last = turns[left[-1]].text
         inside = [number for number in left if last.startswith(turns[number].learned)]
         found.append((left[-1], inside))
         left = [number for number in left if number not in inside]
-    if len(found) == 1:
+    if whole and len(found) == 1:
         return [conversation]
     return [
         replace(
@@ -170,6 +184,13 @@ def split_by_template(conversation: Conversation, tokenizer: PreTrainedTokenizer
         )
         for last, inside in reversed(found)
     ]
+
+
+def _is_behind(turn: Turn, tokenizer: PreTrainedTokenizerBase, max_length: int) -> bool:
+    """Whether so many tokens precede an answer; only a very long prompt is looked into."""
+    if turn.start <= _LETTERS * max_length:
+        return False
+    return len(tokenizer(turn.text[: turn.start], add_special_tokens=False).input_ids) >= max_length
 
 
 def _tokenise(tokenizer: PreTrainedTokenizerBase, text: str, spans: list[Span]) -> tuple[list[int], list[bool]]:

@@ -64,7 +64,7 @@ def count_tokens(
 ) -> DataStatistics:
     """Estimated on a random sample, as many data sets are ordered."""
     drawn = Random(0).sample(range(len(conversations)), min(_SAMPLE, len(conversations)))
-    parts = chain.from_iterable(split_by_template(conversations[number], tokenizer) for number in drawn)
+    parts = chain.from_iterable(split_by_template(conversations[number], tokenizer, max_length) for number in drawn)
     encoded = [encode_row(part, tokenizer, max_length, skip_bad_rows) for part in parts]
     sample = [each for each in encoded if each.loss_mask.any()] or encoded  # of others nothing is learned or stored
     tokens = sum(len(each.loss_mask) for each in sample)

@@ -63,7 +63,8 @@ def extract_from(options: ExtractOptions) -> FeatureStore:
     storage = Storage(options.output)
     refuse_others(storage, target)
     rank_zero_only(announce)(target)
-    texts = single_texts(target, conversations, options.skip_bad_rows)
+    length = longest(options.max_length, target.max_positions)
+    texts = single_texts(target, conversations, length, options.skip_bad_rows)
     states = None if endpoint is None else EngineStates(endpoint, target)
     return extract(target, texts, storage, options, trainer, states)
 
@@ -152,7 +153,7 @@ def compute_features(target: Target, batch: Sequence[Encoded], layers: Sequence[
 
 
 def split_conversations(
-    target: Target, conversations: Sequence[Conversation], skip_bad_rows: bool = False
+    target: Target, conversations: Sequence[Conversation], max_length: int | None = None, skip_bad_rows: bool = False
 ) -> list[list[Conversation]]:
     """What features are computed of, for each conversation: see `shape.data.encoding.split_by_template`.
 
@@ -162,7 +163,7 @@ def split_conversations(
     """
     _require_tokens(target, conversations)
     if not skip_bad_rows:
-        _require_accepted(target, conversations)
+        _require_accepted(target, conversations, max_length)
     for conversation in conversations:
         largest = max((max(text.input_ids, default=0) for text in conversation.texts), default=0)
         if largest >= target.vocab_size:
@@ -171,17 +172,17 @@ def split_conversations(
                 f"{target.vocab_size} tokens; give token ids that were made for it"
             )
     _require_own_tokens(target, conversations)
-    return [split_by_template(conversation, target.tokenizer) for conversation in conversations]
+    return [split_by_template(conversation, target.tokenizer, max_length) for conversation in conversations]
 
 
 def single_texts(
-    target: Target, conversations: Sequence[Conversation], skip_bad_rows: bool = False
+    target: Target, conversations: Sequence[Conversation], max_length: int | None = None, skip_bad_rows: bool = False
 ) -> list[Conversation]:
     """All texts of `split_conversations` in one list."""
-    return list(chain.from_iterable(split_conversations(target, conversations, skip_bad_rows)))
+    return list(chain.from_iterable(split_conversations(target, conversations, max_length, skip_bad_rows)))
 
 
-def _require_accepted(target: Target, conversations: Sequence[Conversation]) -> None:
+def _require_accepted(target: Target, conversations: Sequence[Conversation], max_length: int | None) -> None:
     """Raises DataError where the chat template refuses a conversation, of which one of each order of roles is tried,
     with as many calls of tools in each message, and with reasoning or text or neither.
     """
@@ -194,7 +195,7 @@ def _require_accepted(target: Target, conversations: Sequence[Conversation]) -> 
             )
             orders.setdefault(form, []).append(conversation)
     for alike in orders.values():
-        for part in split_by_template(alike[0], target.tokenizer):
+        for part in split_by_template(alike[0], target.tokenizer, max_length):
             try:
                 encode_row(part, target.tokenizer, None, skip_bad_rows=False)
             except DataError as error:

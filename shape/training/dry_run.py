@@ -205,7 +205,8 @@ def _encoded(
     options: TrainOptions, target: Target, sample: Sequence[Conversation]
 ) -> tuple[list[Conversation], list[Encoded]]:
     """What is learned from conversations, as texts and as tokens."""
-    texts, length = single_texts(target, sample, options.skip_bad_rows), cast(int, options.max_length)
+    length = cast(int, options.max_length)
+    texts = single_texts(target, sample, length, options.skip_bad_rows)
     return texts, [encode_row(each, target.tokenizer, length, options.skip_bad_rows) for each in texts]
 
 

@@ -112,7 +112,7 @@ def prepare(runs: Sequence[TrainOptions], home: Storage) -> Material:
     _refuse_early(options, target, conversations, for_validation, prompts)
     if options.writes_answers:
         conversations = _regenerated(options, target, conversations, home, trainer)
-    texts = split_conversations(target, conversations, options.skip_bad_rows)
+    texts = split_conversations(target, conversations, options.max_length, options.skip_bad_rows)
     held_out = set() if for_validation else held_out_numbers(options, conversations)
     excluded = excluded_numbers(options, conversations, held_out, for_validation)
     text = text_to_learn(options, conversations, excluded, target.tokenizer)
@@ -133,7 +133,7 @@ def prepare(runs: Sequence[TrainOptions], home: Storage) -> Material:
         target,
         list(chain.from_iterable(texts)),
         {index for index, number in enumerate(owners) if number in excluded},
-        single_texts(target, for_validation, options.skip_bad_rows),
+        single_texts(target, for_validation, options.max_length, options.skip_bad_rows),
         _fitting(prompts, target, options, longest),
         home,
         trainer,
@@ -149,7 +149,8 @@ def _refuse_early(
 ) -> None:
     """Raises DataError for what the files alone can say, before the target answers."""
     if for_validation:
-        validation_prompts(single_texts(target, for_validation, options.skip_bad_rows), target, options)
+        texts = single_texts(target, for_validation, options.max_length, options.skip_bad_rows)
+        validation_prompts(texts, target, options)
     else:
         held_out_numbers(options, conversations)
     _fitting(prompts, target, options)
