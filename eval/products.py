@@ -23,6 +23,7 @@ from eval import commands
 from shape.errors import ConfigError
 from shape.evaluation.markdown import markdown, show
 from shape.target import floats
+from shape.target.loading import dtype_name
 from shape.target.prepack import linear, onednn_multiplies
 from shape.target.quantize import QuantizedLinear
 
@@ -92,7 +93,7 @@ def measure(shape: tuple[int, int], dtype: torch.dtype, rounds: int, bar: tqdm) 
             if turn:
                 times[way, tokens].append(1e6 * (perf_counter() - start) / len(some))
         bar.update()
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     return [Line(outputs, inputs, name, way, {at: median(times[way, at]) for at in TOKENS}) for way in found]
 
 

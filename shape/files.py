@@ -38,6 +38,18 @@ def prepare_file(path: str | Path) -> None:
 
 
 @contextmanager
+def locked(lock: Path) -> Iterator[None]:
+    """Waits for a lock file and holds it, where files can be locked."""
+    held = FileLock(lock)
+    with suppress(OSError):  # what writes there says what is wrong with the folder
+        held.acquire()
+    try:
+        yield
+    finally:
+        held.release()
+
+
+@contextmanager
 def sole_writer(lock: Path, work: str) -> Iterator[None]:
     """Holds a lock file, where files can be locked.
 

@@ -42,6 +42,17 @@ def test_times_are_shown_to_people(seconds, shown):
     assert human_time(seconds) == shown
 
 
+def test_where_files_cannot_be_locked_work_goes_on(tmp_path, monkeypatch):
+    """As on NFS without its lock service."""
+
+    def fails(*_, **__):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(files.FileLock, "acquire", fails)
+    with files.locked(tmp_path / ".lock"), sole_writer(tmp_path / ".lock", "it"):
+        pass
+
+
 def test_one_process_writes_at_a_time(tmp_path):
     lock = tmp_path / "a folder that is not there yet" / ".lock"
     with sole_writer(lock, "a training into o"):

@@ -195,19 +195,16 @@ class Endpoint:
                 break
             except (OSError, HTTPException) as error:  # timeouts are OSErrors
                 reason, status = str(error) or type(error).__name__, 0
-        message = self._failed(url, reason)
+        message = (
+            f"endpoint {url} does not serve model {self.model} ({reason}); check the address, the name, the key, and "
+            "that the server runs, then give the same command again to continue"
+        )
         if status in _NOT_THERE:
             self._say_once(
                 url, f"cannot be reached ({reason})", "requests go to others, or wait for it for ten minutes"
             )
             raise Unreachable(message)
         raise RequestRefused(message, reason, url) if status in (400, 422) else EndpointError(message)
-
-    def _failed(self, url: str, reason: object) -> str:
-        return (
-            f"endpoint {url} does not serve model {self.model} ({reason}); check the address, the name, "
-            "the key, and that the server runs, then give the same command again to continue"
-        )
 
     def _say_once(self, url: str, what: str, then: str) -> None:
         if (url, then) not in self._told:

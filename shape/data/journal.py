@@ -93,11 +93,15 @@ class AnswerJournal:
         self._write(_line(batch), batch)
 
     def _write(self, line: bytes, batch: Sequence[Entry] = ()) -> None:
-        with self._writing, open(self._own, "ab") as file:
-            start = file.tell()
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
+        with self._writing, open(self._own, "ab", buffering=0) as file:
+            start, left = file.tell(), memoryview(line)
+            try:
+                while left:
+                    left = left[file.write(left) :]
+                os.fsync(file.fileno())
+            except BaseException:  # half a line, behind which another would be unreadable
+                os.truncate(self._own, start)
+                raise
             self._note(self._own, start, batch)
             self._read[self._own] = file.tell()
 

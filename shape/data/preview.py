@@ -7,7 +7,6 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from shape import bundled
 from shape.data.encoding import Encoded, encode_all
 from shape.data.options import PreviewOptions
 from shape.data.reading import conversations_of
@@ -20,7 +19,7 @@ def preview(options: PreviewOptions) -> None:
     require(options, "n", least=0)
     require(options, "max_length", above=0)
     conversations = conversations_of(options)
-    tokenizer = read_tokenizer(bundled.resolve(options.target), options.target, {})
+    tokenizer = read_tokenizer(options.target, {})
     if tokenizer is None:
         read_config(options.target)  # which says so where there is no target at all
         raise DataError(f"there is no tokenizer in {options.target}; give a folder or a hub id that has one")

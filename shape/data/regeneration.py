@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-from filelock import FileLock
 from torch import distributed
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
@@ -32,7 +31,7 @@ from shape.data.journal import AnswerJournal
 from shape.data.options import AnswerOptions
 from shape.data.reading import load_conversations
 from shape.errors import ConfigError, DataError
-from shape.files import appears, written_whole
+from shape.files import appears, locked, written_whole
 from shape.target.chat import Message
 
 BATCHES_PER_CHUNK = 32
@@ -391,7 +390,7 @@ def own_answers(
         # Another command may be writing them; several processes wait for each other, and not for a lock as well, and
         # a folder that has them may be one that can only be read.
         alone = share.world_size == 1 and not output.exists()
-        with FileLock(output.with_suffix(".lock")) if alone else nullcontext():
+        with locked(output.with_suffix(".lock")) if alone else nullcontext():
             if not trainer.strategy.broadcast(output.exists()):
                 regenerate(chats, backend, output, options, progress=progress, share=share)
                 share.barrier()  # the first has written them

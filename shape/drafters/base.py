@@ -116,7 +116,7 @@ class Drafter(ABC):
             raise ConfigError(f"drafter {self.name} has no draft length; leave num_draft_tokens out")
 
     def forget_misses(self) -> None:
-        """Write down nothing of what was not known; for drafters that are not in use yet."""
+        """Log no misses (``RecipeDrafter``): for drafters that are not in use yet."""
 
     @property
     def text_sizes(self) -> tuple[int, int] | None:

@@ -29,7 +29,7 @@ class PathBias:
     Attributes:
         reduced: (K, rank), what the bias reads of each token.
         table: (K, K) biases behind each token, on the host in float32; None where there are many, or states are read.
-        on_host: whether the host's loops know it.
+        on_host: whether the host's compiled loops can add it.
     """
 
     @torch.no_grad()

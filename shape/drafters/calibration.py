@@ -25,10 +25,16 @@ class Calibration:
         self._drafted, self._accepted = [0.0] * 2 * _BINS, [0.0] * 2 * _BINS
 
     def __call__(self, claim: float, first: bool) -> float:
+        """The chance that a token is accepted.
+
+        Args:
+            claim: the drafter's probability. first: whether the token is the first of its draft.
+        """
         at = self._bin(claim, first)
         return (self._accepted[at] + _PRIOR * max(claim, 1e-6)) / (self._drafted[at] + _PRIOR)
 
     def add(self, claim: float, first: bool, accepted: bool) -> None:
+        """Count a token of that claim."""
         at = self._bin(claim, first)
         if self._drafted[at] >= _MEMORY:
             self._drafted[at] /= 2

@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from shape.drafters.lengths import DraftLength, make_length
 from shape.drafters.model import ModelDrafter
@@ -21,7 +20,7 @@ from shape.networks.layers import eigh
 from shape.target.integers import supports
 from shape.target.model import Target
 from shape.target.openvino import OpenVinoTarget
-from shape.target.prepack import is_plain, linear
+from shape.target.prepack import is_plain, linear, matrix_of
 from shape.target.quantize import QuantizedLinear
 from shape.target.support import LayerShape
 from shape.verification.cache import KVCache, KVCacheLayer, Slots
@@ -204,7 +203,7 @@ def lower_rank(module: nn.Module, rank: int, moment: Tensor | None) -> tuple[nn.
     Returns:
         The new module, and the share of ``moment``'s trace that U keeps.
     """
-    weight, bias = _matrix(module)
+    weight, bias = matrix_of(module)
     outputs, inputs = weight.shape
     full = weight.float()
     values, vectors = eigh(full @ full.T if moment is None else moment)  # ascending
@@ -234,7 +233,7 @@ class Int8Linear(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        weight, bias = _matrix(module)
+        weight, bias = matrix_of(module)
         scale = weight.float().abs().amax(1).clamp(min=1e-12) / _LEVELS
         self.register_buffer("weight_int8", (weight.float() / scale[:, None]).round().to(torch.int8))
         self.register_buffer("scale", scale)
@@ -243,9 +242,8 @@ class Int8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).float()
         step = rows.abs().amax(1, keepdim=True).clamp_(min=1e-12).div_(_LEVELS)
-        found = (
-            int8_product((rows / step).round_().to(torch.int8), self.weight_int8).float().mul_(step).mul_(self.scale)
-        )
+        numbers = (rows / step).round_().to(torch.int8)
+        found = int8_product(numbers, self.weight_int8).float().mul_(step).mul_(self.scale)
         if self.bias is not None:
             found += self.bias
         return found.to(x.dtype).reshape(*x.shape[:-1], -1)
@@ -353,6 +351,8 @@ class LowRankCache(KVCache):
 
 
 class LowRankLayer(KVCacheLayer):
+    """A layer that holds coordinates in place of keys and values, and gives these back whole."""
+
     def __init__(self, slots: Slots, keys: Tensor, values: Tensor, bases: tuple[Tensor, Tensor]) -> None:
         super().__init__(slots, keys, values)
         self.bases = bases
@@ -373,12 +373,6 @@ def _blocks(model: nn.Module, count: int) -> nn.ModuleList:
 
 def _matrices(blocks: nn.ModuleList) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in blocks.named_modules() if is_plain(module)]
-
-
-def _matrix(module: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Weight (out, in) and bias."""
-    weight = cast(Tensor, module.weight).detach()
-    return weight.T if isinstance(module, Conv1D) else weight, cast("Tensor | None", module.bias)
 
 
 def _output_moments(

@@ -99,7 +99,7 @@ def _between(known: dict[int, float], size: int) -> float:
 class RecentTimes(deque[float]):
     """Seconds of the last few runs of something; their median, which a hiccup does not move."""
 
-    def __init__(self, seconds: Iterable[float] = (), kept: int = 9) -> None:  # in the order in which deque copies
+    def __init__(self, seconds: Iterable[float] = (), kept: int = 9) -> None:  # deque's own copy gives both so
         super().__init__(seconds, kept)
 
     @property

@@ -73,7 +73,7 @@ class FusedBlock(FusedPredictor):
         network, rows = self.predictor, len(embedding)
         size, made = network.config.block_size, _Convolved if network.config.conv_kernel_size else Forward
         cache.reserve(size)
-        x = torch.cat([embedding, network.mask.to(embedding).expand(rows, size - 1, -1)], dim=1).to(network.dtype)
+        x = network.masked(embedding[:, 0], size).to(network.dtype)
         turns, mask = self.turns(cache.host_lengths, size), self.seen(cache, size)
         with self.program(made, rows, size, mask is not None, (-1,)) as forward:
             states, _ = forward(all_rows(x), turns, cache, cache.longest + size, [mask])

@@ -103,11 +103,9 @@ class FusedParallelEagle(FusedEagle):
         read = torch.cat([features, network.mask_hidden.expand(rows, -1, -1)], dim=1)
         first, masked = network.fused(read).chunk(2, dim=1)
         feature = torch.cat([first, masked.expand(-1, steps - 1, -1)], dim=1)
-        embedding = torch.cat([embedding, network.mask.to(embedding).expand(rows, steps - 1, -1)], dim=1)
-        among = torch.ones(steps, steps, dtype=torch.bool).tril()
-        among[:, 0] = False  # the first place is the last known position, which is remembered
+        embedding = network.masked(embedding[:, 0], steps)
         turns = self.turns([max(length - 1, 0) for length in cache.host_lengths], steps)
-        mask = self.seen(cache, steps, among)
+        mask = self.seen(cache, steps, network.among())
         with self.program(_Step, rows, steps, True) as step:
             return step.advance(embedding, feature, turns, cache, cache.longest + steps, mask)[0]
 
@@ -148,7 +146,12 @@ class EagleDraft:
         return self._step(feature, embedding, nodes)
 
     def _step(self, feature: Tensor, embedding: Tensor, new: int) -> Tensor:
-        """Args: new: nodes that are seen beside those before: not the root's, which is in the cache."""
+        """States (B, M, H) of the nodes of one depth.
+
+        Args:
+            feature: (B, M, H), of the nodes above. embedding: (B, M, H).
+            new: how many of these nodes join those that are seen; 0 for the root's, which is in the cache.
+        """
         cache, nodes = self._cache, embedding.shape[1]
         end = cache.longest + self._used + new
         positions = self._turns.positions[:, self._depth : self._depth + 1].expand(-1, nodes).contiguous()

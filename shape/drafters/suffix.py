@@ -69,7 +69,7 @@ class SuffixDrafter(Drafter):
         return self.nodes, min(self.depth, self.nodes)
 
     def start(self, committed: Committed, hidden: Tensor) -> None:
-        self.kept = [_Sequence(SuffixAutomaton()) for _ in committed.texts]
+        self.kept = [_Sequence() for _ in committed.texts]
 
     def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
         drafts = []
@@ -114,8 +114,8 @@ class SuffixDrafter(Drafter):
 class _Sequence:
     """A sequence's own text, and the place of its last tokens in the corpus."""
 
-    def __init__(self, own: "SuffixAutomaton") -> None:
-        self.own = own
+    def __init__(self) -> None:
+        self.own = SuffixAutomaton()
         self.in_corpus: Place = (0, 0)
 
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from shape.drafters.base import Committed, Drafter
+from shape.target.model import Target
 from shape.verification.noise import mix
 from shape.verification.sampling import Sampler
 from shape.verification.tree import TokenTree, ragged_chain
@@ -28,10 +29,10 @@ class OracleDrafter(Drafter):
     def __init__(self, texts: list[list[int]], error_rate: float = 0.0, depth: int = 4, seed: int = 0) -> None:
         self.texts, self.error_rate, self.depth, self.seed = texts, error_rate, depth, seed
 
-    def bind(self, target) -> None:
+    def bind(self, target: Target) -> None:
         self._vocab_size = target.vocab_size
 
-    def why_not_fixed(self, target) -> None:
+    def why_not_fixed(self, target: Target) -> None:
         return None
 
     def start(self, committed: Committed, hidden: Tensor) -> None:
@@ -73,7 +74,7 @@ class AdversaryDrafter(Drafter):
         self.nodes, self.chains_only = nodes, chains_only
         self._generator = torch.Generator().manual_seed(seed)
 
-    def bind(self, target) -> None:
+    def bind(self, target: Target) -> None:
         self._vocab_size = target.vocab_size
 
     def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:

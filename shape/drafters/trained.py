@@ -459,7 +459,7 @@ class TrainedDrafter(Drafter):
         """States (B, depth, H) and logits (B, depth, K) behind roots with embeddings (B, 1, H), where one prediction
         per depth serves every path.
         """
-        network, fused, read = self.predictor, self._fused(self.predictor.config.block_size), None
+        network, fused, read = self.predictor, self._fused(self.predictor.config.places), None
         if isinstance(fused, FusedBlock | FusedParallelEagle) and self.cache is not None:
             states = fused.begin(self.window[:, -1:], root, self.cache)
         elif self.single is not None and self.on_host and len(root) <= _ONE_BY_ONE:

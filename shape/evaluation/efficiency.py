@@ -30,7 +30,7 @@ from shape.generation.answers import announce_sampling
 from shape.generation.clock import synchronise
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.stats import Step
-from shape.target.loading import of_pair, recorded, resolve_dtype
+from shape.target.loading import dtype_name, of_pair, recorded, resolve_dtype
 from shape.target.model import Target
 from shape.verification.forward import new_cache, tree_inputs, tree_logits
 from shape.verification.tree import chain
@@ -171,7 +171,7 @@ def measure(
         repeats: how often each group is answered.
         progress: called after each group.
     """
-    dtype = str(target.dtype).removeprefix("torch.")
+    dtype = dtype_name(target.dtype)
     options = {"max_new_tokens": max_new_tokens, **sampling(temperature)}
     decoders = {name: ShapeDecoder(target, drafter, fall_back=False) for name, drafter in drafters.items()}
     decoders[AUTOREGRESSIVE] = ShapeDecoder(target, None, fall_back=False)

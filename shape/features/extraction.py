@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytorch_lightning as pl
 import torch
-from filelock import FileLock
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -33,9 +32,9 @@ from shape.features.positions import eligible, stored_positions
 from shape.features.shards import load_checked, missing_shards, quantise, shard_name, write_shard
 from shape.features.storage import Storage
 from shape.features.store import FeatureStore
-from shape.files import appears, human_bytes, written_whole
+from shape.files import appears, human_bytes, locked, written_whole
 from shape.target.identity import weights_hash
-from shape.target.loading import of_target, read_config
+from shape.target.loading import dtype_name, of_target, read_config
 from shape.target.model import Target, announce
 
 _ESTIMATE_SAMPLE = 256
@@ -104,7 +103,7 @@ def extract(
         Manifest(
             target=target.identity,
             layers=options.stored,
-            dtype=options.feature_dtype or str(target.dtype).removeprefix("torch."),
+            dtype=options.feature_dtype or dtype_name(target.dtype),
             hidden_size=target.hidden_size,
             max_length=longest(options.max_length, target.max_positions),
             shard_size=options.shard_size,
@@ -118,7 +117,7 @@ def extract(
     # Processes of one command share the shards; another command would compute all of them again. Where none is missing
     # nothing is locked: the folder may be one that can only be read.
     alone = trainer.world_size == 1 and storage.folder is not None and missing_shards(storage, manifest)
-    with FileLock(Path(storage.address) / ".lock") if alone else nullcontext():
+    with locked(Path(storage.address) / ".lock") if alone else nullcontext():
         if missing := missing_shards(storage, manifest):
             work.check_space(missing)
         # Also where none is missing: each process looks whether its shards still hold what was written, and no process
@@ -362,13 +361,10 @@ class _Extraction(pl.LightningModule):
                 "--dtype bfloat16, or leave the conversation out"
             )
 
-    def _encode(self, index: int) -> Encoded:
-        conversation, tokenizer = self.conversations[index], self.target.tokenizer
-        return encode_row(conversation, tokenizer, self.manifest.max_length, self.options.skip_bad_rows)
-
     def _learnable(self, index: int) -> Encoded:
         """The conversation's tokens; none where they hold nothing to learn from."""
-        text = self._encode(index)
+        conversation, tokenizer = self.conversations[index], self.target.tokenizer
+        text = encode_row(conversation, tokenizer, self.manifest.max_length, self.options.skip_bad_rows)
         if eligible(text.loss_mask, torch.tensor([0, len(text.input_ids)])).any():
             return text
         return Encoded(text.id, text.input_ids[:0], text.loss_mask[:0])

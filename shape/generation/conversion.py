@@ -89,7 +89,7 @@ def _drafting_frequent(predictor: Predictor, data: str, size: int | None, target
         )
     if not named:
         raise ConfigError("data is given, and the predictor does not say whose tokens to count; give --target")
-    if (tokenizer := read_tokenizer(bundled.resolve(named), named, hub)) is None:
+    if (tokenizer := read_tokenizer(named, hub)) is None:
         raise ConfigError(f"target {named} has no tokenizer that can be read, and data is text; give --target")
     conversations = evenly(load_conversations(data), _COUNTED)
     vocab_size = config.vocab_size or len(tokenizer)

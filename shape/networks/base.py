@@ -79,7 +79,7 @@ class Predictor(PreTrainedModel):
     config_class = ShapeConfig
     base_model_prefix = "shape"
     main_input_name = "window"
-    # What several processes may share out by itself: called as modules, and their weights read nowhere else.
+    # What FSDP may shard by itself: called as modules, and their weights read nowhere else.
     _no_split_modules = ["LlamaMLP", "Qwen3MLP", "ResidualBlock", "Adapters", "ResidualLayers"]  # noqa: RUF012
 
     config: ShapeConfig

@@ -88,8 +88,8 @@ class BlockPredictor(MaskedPredictor):
 
     def begin(self, known: Known, root: Tensor | None) -> Carried:
         assert root is not None and known.rotary is not None
-        size, first = self.config.block_size, root.to(self.fc.weight.dtype).unsqueeze(-2)
-        x = torch.cat([first, self.mask.to(first).expand(*root.shape[:-1], size - 1, -1)], dim=-2)
+        size = self.config.block_size
+        x = self.masked(root.to(self.fc.weight.dtype), size)
         rotary, order = known.rotary[:, :, 1 : size + 1], None
         if not self.config.sliding_window_non_causal:
             order = torch.ones(size, size, dtype=torch.bool, device=x.device).tril()

@@ -205,8 +205,7 @@ class ShapeConfig(PreTrainedConfig):
         if self.intermediate_size is None:
             self.intermediate_size = 2 * self.hidden_size
         if self.num_heads is None:
-            heads = max(self.hidden_size // 64, 1)
-            self.num_heads = heads if self.hidden_size % heads == 0 else 1
+            self.num_heads = _heads_for(self.hidden_size)
         for name, value in _FIXED.get(self.kind, {}).items():
             setattr(self, name, value)
         if not self.markov_rank:
@@ -219,6 +218,11 @@ class ShapeConfig(PreTrainedConfig):
     def block_size(self) -> int:
         """Places of a block, of kind "block"."""
         return self.num_steps if self.sample_from_anchor else self.num_steps + 1
+
+    @property
+    def places(self) -> int:
+        """What goes through the layers at once, for each root: 1 where steps follow each other."""
+        return {"peagle": self.num_steps, "block": self.block_size}.get(self.kind, 1)
 
     @property
     def has_decoder_layers(self) -> bool:
@@ -238,9 +242,7 @@ class ShapeConfig(PreTrainedConfig):
                 layer.pop(name, None)
         layer.setdefault("hidden_size", self.hidden_size)
         layer.setdefault("num_hidden_layers", self.num_layers)
-        heads = self.num_heads or layer.get("num_attention_heads") or max(self.hidden_size // 64, 1)
-        heads = heads if self.num_heads or self.hidden_size % heads == 0 else 1
-        layer.setdefault("num_attention_heads", heads)
+        layer.setdefault("num_attention_heads", self.num_heads or _heads_for(self.hidden_size))
         layer.setdefault("num_key_value_heads", layer["num_attention_heads"])
         layer.setdefault("head_dim", self.hidden_size // layer["num_attention_heads"])
         layer["intermediate_size"] = self.intermediate_size or layer.get("intermediate_size") or 2 * self.hidden_size
@@ -385,7 +387,8 @@ class ShapeConfig(PreTrainedConfig):
 
     def _check_layer_types(self) -> None:
         layer = self.transformer_layer_config or {}
-        kinds = set(layer.get("layer_types") or ["full_attention"])
+        given = layer.get("layer_types") or []
+        kinds = set(given or ["full_attention"])
         known = {"full_attention", *([] if self.kind == "mtp" else ["sliding_attention"])}
         if kinds - known:
             raise ConfigError(
@@ -394,10 +397,10 @@ class ShapeConfig(PreTrainedConfig):
             )
         if "sliding_attention" in kinds and not (_is_int(layer.get("sliding_window")) and layer["sliding_window"] > 0):
             raise ConfigError("transformer_layer_config has layers of sliding_attention: give their sliding_window")
-        if "layer_types" in layer and layer["layer_types"] and len(layer["layer_types"]) != self.num_layers:
+        if given and len(given) != self.num_layers:
             raise ConfigError(
-                f"transformer_layer_config has {len(layer['layer_types'])} layer_types, and the predictor "
-                f"{self.num_layers} layers: give as many"
+                f"transformer_layer_config has {len(given)} layer_types, and the predictor {self.num_layers} layers: "
+                "give as many"
             )
 
     def _check_block(self) -> None:
@@ -440,6 +443,12 @@ def _require_int(name: str, value: Any, least: int) -> None:
 def _require_number(name: str, value: Any, holds: Callable[[float], bool], bounds: str) -> None:
     if not isinstance(value, int | float) or not math.isfinite(value) or not holds(value):
         raise ConfigError(f"{name} is {value!r}: it has to be a number {bounds}")
+
+
+def _heads_for(size: int) -> int:
+    """Attention heads that are 64 wide, where such divide the width; else one."""
+    heads = max(size // 64, 1)
+    return heads if size % heads == 0 else 1
 
 
 def _is_int(value: Any) -> bool:

@@ -28,7 +28,7 @@ _NAMES = {
 
 
 @cache
-def layer_class(model_type: str, part: Literal["DecoderLayer", "RMSNorm", "RotaryEmbedding"]) -> type[nn.Module]:
+def layer_class(model_type: str, part: Literal["DecoderLayer", "RMSNorm", "RotaryEmbedding"]) -> Any:
     """A part's class, of a model type (`shape.networks.config.MTP_LAYER_TYPES`)."""
     package, name, rotary = _NAMES[model_type]
     module = import_module(f"transformers.models.{package}.modeling_{package}")
@@ -70,13 +70,15 @@ def layers_like(target: PreTrainedConfig, size: int | None = None) -> dict[str, 
 
 
 class Rotary:
-    """The rotary embedding of a model type, with its scaling; no module, so that no loading and no cast changes it."""
+    """The rotary embedding of a model type, with its scaling. It is no module: neither loading nor casting a model may
+    change it.
+    """
 
     def __init__(self, config: PreTrainedConfig) -> None:
         with torch.device("cpu"):  # models are made on the device "meta" when they are loaded
             module = layer_class(config.model_type, "RotaryEmbedding")(config)
-        self.scaling: float = module.attention_scaling  # type: ignore[assignment]
-        self._frequencies: dict[torch.device, Tensor] = {torch.device("cpu"): module.inv_freq}  # type: ignore[dict-item]
+        self.scaling: float = module.attention_scaling
+        self._frequencies: dict[torch.device, Tensor] = {torch.device("cpu"): module.inv_freq}
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """Cosines and sines, (...) -> (..., 2, D / 2)."""
@@ -102,18 +104,18 @@ class DraftAttention(nn.Module):
         in_size: width of what queries, keys and values are made from.
     """
 
-    def __init__(self, stock: nn.Module, config: PreTrainedConfig, in_size: int) -> None:
+    def __init__(self, stock: Any, config: PreTrainedConfig, in_size: int) -> None:
         super().__init__()
-        self.head_dim: int = stock.head_dim  # type: ignore[assignment]
+        self.head_dim: int = stock.head_dim
         self.scaling = self.head_dim**-0.5
         self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
         bias = config.attention_bias
-        queries: int = stock.q_proj.out_features  # type: ignore[union-attr,assignment]
+        queries: int = stock.q_proj.out_features
         self.gated = queries == 2 * self.heads * self.head_dim
         self.q_proj = nn.Linear(in_size, queries, bias=bias)
         self.k_proj = nn.Linear(in_size, self.key_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(in_size, self.key_heads * self.head_dim, bias=bias)
-        self.o_proj: nn.Module = stock.o_proj  # type: ignore[assignment]
+        self.o_proj: nn.Module = stock.o_proj
         self.q_norm: nn.Module | None = getattr(stock, "q_norm", None)
         self.k_norm: nn.Module | None = getattr(stock, "k_norm", None)
 
@@ -171,10 +173,10 @@ class DraftLayer(nn.Module):
     def __init__(self, config: PreTrainedConfig, in_size: int | None = None) -> None:
         super().__init__()
         stock = layer_class(config.model_type, "DecoderLayer")(config, 0)
-        self.self_attn = DraftAttention(stock.self_attn, config, in_size or config.hidden_size)  # type: ignore[arg-type]
-        self.mlp: nn.Module = stock.mlp  # type: ignore[assignment]
-        self.input_layernorm: nn.Module = stock.input_layernorm  # type: ignore[assignment]
-        self.post_attention_layernorm: nn.Module = stock.post_attention_layernorm  # type: ignore[assignment]
+        self.self_attn = DraftAttention(stock.self_attn, config, in_size or config.hidden_size)
+        self.mlp: nn.Module = stock.mlp
+        self.input_layernorm: nn.Module = stock.input_layernorm
+        self.post_attention_layernorm: nn.Module = stock.post_attention_layernorm
 
     def inputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(..., in_size) -> what attention reads, of that width, and the residual, (..., H)."""

@@ -139,12 +139,18 @@ class ParallelEaglePredictor(MaskedPredictor, EaglePredictor):
         masked = self._joined(self.fused(self.mask_hidden[0, 0]), self.mask)
         x = self._joined(feature, root).unsqueeze(-2)
         x = torch.cat([x, masked.to(x).expand(*root.shape[:-1], steps - 1, -1)], dim=-2)
-        among = torch.ones(steps, steps, dtype=torch.bool, device=x.device).tril()
-        among[:, 0] = False  # position t - 1 is remembered
+        among = self.among(x.device)
         for layer, memory, window in zip(self._layers(), known.memory, self.windows, strict=True):
             visible = recent(known.visible, memory, window, steps)
             x = self.run(layer.over_blocks, x, known.rotary[:, :, :steps], memory, visible, among)
         return (self.norm(x),)
+
+    def among(self, device: torch.device | None = None) -> Tensor:
+        """(S, S) bool, which places each sees: itself and those before it, but for the first, which is remembered."""
+        steps = self.config.num_steps
+        seen = torch.ones(steps, steps, dtype=torch.bool, device=device).tril()
+        seen[:, 0] = False
+        return seen
 
     advance = Predictor.advance
 

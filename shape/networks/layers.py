@@ -360,6 +360,7 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def normalise(x: Tensor) -> Tensor:
+    """Layer normalisation over the last dimension, without weights, epsilon 1e-5."""
     return F.layer_norm(x, x.shape[-1:])
 
 

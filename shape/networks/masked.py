@@ -43,6 +43,11 @@ class MaskedPredictor(DecoderPredictor):
         assert self.embed_tokens is not None
         return self.embed_tokens.weight[self.config.mask_token_id]
 
+    def masked(self, first: Tensor, places: int) -> Tensor:
+        """A token's embedding and masks behind it: (..., H) -> (..., places, H)."""
+        first = first.unsqueeze(-2)
+        return torch.cat([first, self.mask.to(first).expand(*first.shape[:-2], places - 1, -1)], dim=-2)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)

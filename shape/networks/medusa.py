@@ -34,8 +34,7 @@ class MedusaPredictor(Predictor):
         return (torch.stack([block(state) for block in self.blocks], dim=-2),)
 
     def _std(self, module: nn.Linear) -> float:
-        own = any(module in block.layers for block in self.blocks)  # type: ignore[operator]
-        return 0.0 if own else super()._std(module)
+        return 0.0 if any(module is own for own in self.blocks.modules()) else super()._std(module)
 
 
 class ResidualLayers(nn.Module):

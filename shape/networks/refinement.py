@@ -60,6 +60,7 @@ class AffineRefinement(nn.Module):
         self.expand = nn.Linear(config.refinement_dim, config.hidden_size, bias=False)
 
     def forward(self, raw: Tensor, current: Tensor) -> Tensor:
+        """(..., H) of a prediction; current is not read."""
         return self.share(raw, self.expand, self.reduce(raw))
 
 
@@ -97,6 +98,7 @@ class SinkhornRefinement(nn.Module):
         return self.last_update == "row" or self.barycentric
 
     def forward(self, raw: Tensor, current: Tensor) -> Tensor:
+        """(..., H) of a prediction and of h_t, the state before it -> (..., H)."""
         arriving = self._distribution(self._reduced(raw))
         if self.iterates:
             coordinates = self._reduced(current)

@@ -103,7 +103,7 @@ def prompt_ids(
     template: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Token ids that an answer follows: messages in the chat template, or raw text behind the tokenizer's first tokens,
-    which are there once where the text begins with them already.
+    which are not added again where the text begins with them.
 
     Decoding, regeneration and training all use these ids. Raises DataError as `render` does.
     """

@@ -115,10 +115,8 @@ def turn(dtype: torch.dtype, size: int, cached: bool) -> int:
         length = code.read(I64, code.plus(lengths, code.times(batch, 8)))
         slot = code.plus(length, between, node, code.times(batch, capacity))
         place = code.times(code.plus(code.times(slot, heads), head), size * width)
-        y, v = (
-            code.plus(keys, place),
-            code.plus(given["v"], code.times(row, given["v_bytes"]), code.times(head, size * width)),
-        )
+        y = code.plus(keys, place)
+        v = code.plus(given["v"], code.times(row, given["v_bytes"]), code.times(head, size * width))
     else:
         place = code.plus(code.times(code.plus(code.times(batch, heads), head), nodes), node)
         y = code.plus(given["y"], code.times(place, size * 4))

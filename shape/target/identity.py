@@ -109,11 +109,26 @@ def _template_hash(tokenizer: Any) -> str:
     return _digest(template if isinstance(template, str) else json.dumps(template, sort_keys=True))
 
 
+def _ordinary(weight: Any) -> bool:
+    """Whether it is an ordinary tensor of floats; quantisers give their own kinds, or a method."""
+    return type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point() and weight.itemsize > 1
+
+
+def _comparable(weight: Any) -> bool:
+    """Whether its numbers in bfloat16 tell which weight it is: not where it is offloaded, nor in float16, which rounds
+    other digits.
+    """
+    return _ordinary(weight) and weight.device.type != "meta" and weight.dtype != torch.float16
+
+
+def _bytes(sample: Tensor) -> bytes:
+    return sample.to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()
+
+
 def float_weight(module: Any) -> Tensor | None:
     """The module's weight where it is an ordinary matrix of floats; None where it is quantised."""
-    weight: Any = getattr(module, "weight", None)
-    ordinary = type(weight) in (Tensor, nn.Parameter)  # quantisers give their own kinds of tensor, or a method
-    return weight if ordinary and weight.is_floating_point() and weight.itemsize > 1 else None
+    weight = getattr(module, "weight", None)
+    return weight if _ordinary(weight) else None
 
 
 def weights_hash(model: nn.Module) -> str:
@@ -126,15 +141,13 @@ def weights_hash(model: nn.Module) -> str:
         return ""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        weight = parameter.detach()
-        ordinary = type(parameter) in (Tensor, nn.Parameter) and weight.is_floating_point() and weight.itemsize > 1
-        if not ordinary or weight.device.type == "meta" or weight.dtype == torch.float16:
+        if not _comparable(parameter):
             return ""
+        weight = parameter.detach()
         for dimension, size in enumerate(weight.shape):
             rows = torch.linspace(0, size - 1, min(size, _WEIGHT_SAMPLE), dtype=torch.float64).long()
             weight = weight.index_select(dimension, rows.to(weight.device))
-        sample = weight.to("cpu", torch.bfloat16).contiguous()
-        digest.update(name.encode() + sample.view(torch.uint8).numpy().tobytes())
+        digest.update(name.encode() + _bytes(weight))
     return digest.hexdigest()[:16]
 
 
@@ -145,10 +158,9 @@ def _head_hash(head: nn.Module) -> str:
     those that a predictor was trained for, and still close enough to draft with.
     """
     with align_module_device(head):
-        weight = float_weight(head)
-        if weight is None or weight.device.type == "meta" or weight.dtype == torch.float16:
+        weight: Any = getattr(head, "weight", None)
+        if not _comparable(weight):
             return ""
         rows, last = min(_HEAD_SAMPLE_ROWS, weight.shape[0]), weight.shape[0] - 1
         chosen = torch.linspace(0, last, rows, dtype=torch.float32).long()
-        sample = weight.detach()[chosen.to(weight.device)].to("cpu", torch.bfloat16).contiguous()
-    return _digest(sample.view(torch.uint8).numpy().tobytes())
+        return _digest(_bytes(weight.detach()[chosen.to(weight.device)]))

@@ -124,7 +124,7 @@ class evaluating(AbstractContextManager[None]):
 
     @property
     def modules(self) -> Iterator[nn.Module]:
-        """Of all of them."""
+        """The modules of all networks."""
         return chain.from_iterable(modules for _, modules in self._parts)
 
     def __enter__(self) -> None:
@@ -150,7 +150,7 @@ class evaluating(AbstractContextManager[None]):
             raise
 
     def _leave(self, user: object) -> None:
-        """Once or again, to the same effect."""
+        """May be called twice."""
         with _LOCK:
             for held, _ in self._parts:
                 held.users.discard(user)

@@ -101,7 +101,7 @@ class Program:
         self._kept.append((array, list(arguments)))
 
     def vacate(self, tensor: Tensor) -> list[tuple[Any, int]]:
-        """Let go of a tensor: the arrays and places of its address, where another's is to be put before each run."""
+        """Leave a tensor's address open. Returns the arrays and indices that held it, for another's before each run."""
         places = []
         for array, arguments in self._kept:
             for at, one in enumerate(arguments):
@@ -149,7 +149,7 @@ class Pool:
 
     @contextmanager
     def lend(self, key: Any, make: Callable[[], Made]) -> Iterator[Made]:
-        """Who has it holds it alone, as several threads may decode at a time."""
+        """Lend one to this thread alone, as several may decode at a time."""
         try:
             one = self._held[key].pop()
         except (KeyError, IndexError):

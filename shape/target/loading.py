@@ -127,6 +127,11 @@ def resolve_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     return found
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name that ``resolve_dtype`` takes: float32, bfloat16, ..."""
+    return str(dtype).removeprefix("torch.")
+
+
 def dtype_of(dtype: str | torch.dtype | None, config: Any) -> torch.dtype:
     """What a target is computed in: the dtype asked for, else its checkpoint's, else float32."""
     own = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
@@ -175,12 +180,11 @@ def auto_class(config: PretrainedConfig) -> Any:
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
-def model_of(target: Any, where: str, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+def model_of(target: str | Path, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
     """A model with the weights of its files.
 
     Args:
-        target: its name, for errors.
-        where: its folder or hub id.
+        target: folder, hub id or name of a bundled one.
         options: of transformers' `from_pretrained`.
 
     Raises:
@@ -188,7 +192,9 @@ def model_of(target: Any, where: str, config: PretrainedConfig, **options: Any) 
         UnsupportedTarget: it cannot be loaded, or its files lack weights.
     """
     try:
-        model, found = auto_class(config).from_pretrained(where, output_loading_info=True, **options)
+        model, found = auto_class(config).from_pretrained(
+            bundled.resolve(str(target)), output_loading_info=True, **options
+        )
     except TypeError as error:  # transformers gives what it does not know to the model
         raise _unknown_option(target, error) from error
     except Exception as error:  # a quantiser that is not installed, damaged files: each has errors of its own
@@ -217,12 +223,13 @@ def _file(where: str, name: str, options: Mapping[str, Any]) -> str | None:
         return None
 
 
-def read_tokenizer(where: str, target: Any, options: Mapping[str, Any]) -> Any:
+def read_tokenizer(target: str | Path, options: Mapping[str, Any]) -> Any:
     """A target's tokenizer; None where it has none: ids in, ids out, and rendering text then raises with the reason.
 
     Raises:
         UnsupportedTarget: its files are damaged, or need a package that is not there.
     """
+    where = bundled.resolve(str(target))
     try:
         # With mistral-common installed its tokenizer, which has no chat template, would be taken for Mistral's models.
         tokenizer = AutoTokenizer.from_pretrained(where, **only(FILE_OPTIONS, options), mistral_format=False)
@@ -245,7 +252,7 @@ def tokenizer_of(target: str, options: TargetOptions) -> Any:
     Raises:
         UnsupportedTarget: its files are damaged.
     """
-    found = read_tokenizer(bundled.resolve(target), target, of_target(options))
+    found = read_tokenizer(target, of_target(options))
     knows_words = found is not None and len(found.encode("two words", add_special_tokens=False)) > 1
     return found if knows_words else None
 

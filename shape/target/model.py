@@ -126,9 +126,7 @@ class Target:
         if backend not in ("torch", "openvino"):
             raise ConfigError(f"backend {backend} is unknown; give torch or openvino")
         if isinstance(named := tokenizer, str | Path):
-            tokenizer = loading.read_tokenizer(
-                bundled.resolve(str(named)), named, loading.only({*loading.SOURCE, "trust_remote_code"}, options)
-            )
+            tokenizer = loading.read_tokenizer(named, loading.only({*loading.SOURCE, "trust_remote_code"}, options))
             if tokenizer is None:
                 raise ConfigError(f"there is no tokenizer in {named}; give a folder or a hub id that has one")
         if isinstance(target, Target | PreTrainedModel):
@@ -173,8 +171,8 @@ class Target:
         if quantize is not None:
             check(quantize, device_map, loading.dtype_of(dtype, config), config, options)
         if tokenizer is None:
-            tokenizer = loading.read_tokenizer(where, target, options)
-        model = loading.model_of(target, where, config, dtype=chosen, device_map=device_map, **options)
+            tokenizer = loading.read_tokenizer(target, options)
+        model = loading.model_of(target, config, dtype=chosen, device_map=device_map, **options)
         if quantize is not None:
             quantize_model(model, quantize)
         loaded = cls(model.requires_grad_(False), tokenizer, name=str(target), revision=revision)
@@ -192,7 +190,9 @@ class Target:
             return
         if not multiplies(self.dtype):
             known = " or ".join(dtype for dtype in ("bfloat16", "float32") if multiplies(getattr(torch, dtype)))
-            advice = f"is in {str(self.dtype)[6:]}, for which this CPU has no fast kernels; give --dtype {known}"
+            advice = (
+                f"is in {loading.dtype_name(self.dtype)}, for which this CPU has no fast kernels; give --dtype {known}"
+            )
         else:
             size = human_bytes(sum(module.weight.nbytes for module in plain))
             advice = (
@@ -264,7 +264,7 @@ class Target:
     @property
     def precision(self) -> str:
         """For reports: the dtype of states, and how or by whom the weights are quantised, if known; or prepacked."""
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = loading.dtype_name(self.dtype)
         if (kind := quantized(self.model)) is not None:
             return f"{dtype}, {kind} weights"
         how = getattr(self.model.config, "quantization_config", None)

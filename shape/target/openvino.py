@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from shape import bundled
 from shape.errors import ConfigError, UnsupportedTarget
 from shape.files import cache_folder
-from shape.target.loading import commit_of, dtype_of, first_line, only, read_config, read_tokenizer
+from shape.target.loading import commit_of, dtype_name, dtype_of, first_line, only, read_config, read_tokenizer
 from shape.target.model import Target
 from shape.target.openvino_conversion import IDS, POSITIONS, ROWS, STATES, convert, mask_names, read_support, skeleton
 from shape.target.quantize import check_name
@@ -99,7 +99,7 @@ class OpenVinoTarget(Target):
         config = read_config(target, **options)
         compute = dtype_of(dtype, config)
         if compute not in _HINTS:
-            name = str(compute).removeprefix("torch.")
+            name = dtype_name(compute)
             raise ConfigError(f"dtype {name} is not for backend openvino; give float32, bfloat16 or float16")
         where = bundled.resolve(str(target))
         revision = commit_of(where, options)
@@ -112,7 +112,7 @@ class OpenVinoTarget(Target):
             return cls(given.model, given.tokenizer, str(target), given.revision, **settings)
         model = skeleton(folder, config, **only(_CODE, {"trust_remote_code": False, **options}))
         model.to(compute)  # type: ignore[arg-type]
-        return cls(model, tokenizer or read_tokenizer(where, target, options), str(target), revision, **settings)
+        return cls(model, tokenizer or read_tokenizer(target, options), str(target), revision, **settings)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -129,7 +129,7 @@ class OpenVinoTarget(Target):
 
     @property
     def precision(self) -> str:
-        dtype = str(self.computed_in).removeprefix("torch.")
+        dtype = dtype_name(self.computed_in)
         return dtype if self.quantized is None else f"{dtype}, {self.quantized} weights"
 
     def convert(self, support: Support) -> None:

@@ -165,6 +165,12 @@ def _layers(model: nn.Module) -> Iterator[Any]:
             yield module
 
 
+def matrix_of(layer: Any) -> tuple[Tensor, Tensor | None]:
+    """Weight (out, in) and bias (out,) of a linear layer, without gradient; Conv1D has its weight transposed."""
+    weight: Tensor = layer.weight.detach()
+    return weight.T if isinstance(layer, Conv1D) else weight, None if layer.bias is None else layer.bias.detach()
+
+
 def is_plain(module: nn.Module) -> bool:
     """Whether a module is a linear layer with an ordinary matrix of floats; quantisers have kinds of their own."""
     weight = getattr(module, "weight", None)

@@ -15,13 +15,13 @@ from typing import Any, Literal, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from shape.errors import ConfigError
 from shape.target import kernels
 from shape.target.integers import GROUP, TILE, Packed, product, supports
+from shape.target.loading import dtype_name
 from shape.target.memory import in_large_pages
-from shape.target.prepack import is_plain
+from shape.target.prepack import is_plain, matrix_of
 
 Quantization = Literal["int8", "int4"]
 _ROWS = 4096  # of a weight that are quantised at a time, so that copies in float32 stay small
@@ -42,7 +42,7 @@ class QuantizedLinear(nn.Module):
 
     def __init__(self, layer: Any, bits: int) -> None:
         super().__init__()
-        weight = layer.weight.detach().T if isinstance(layer, Conv1D) else layer.weight.detach()
+        weight, bias = matrix_of(layer)
         self.out_features: int = weight.shape[0]
         self.in_features: int = weight.shape[1]
         self.bits = bits
@@ -52,7 +52,7 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("packed", packed)
         # As bytes, which stay what they are where a model is cast.
         self.register_buffer("scales", scales.view(torch.uint8))
-        self.register_buffer("bias", None if layer.bias is None else layer.bias.detach())
+        self.register_buffer("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) bfloat16 or float32 on the CPU -> (..., out)."""
@@ -131,9 +131,8 @@ def quantize_model(model: Any, how: Quantization) -> None:
         )
     for name, layer in layers:
         if id(layer) not in made:
-            made[id(layer)] = QuantizedLinear(layer, 4 if how == "int4" and layer is not head else 8).train(
-                layer.training
-            )
+            bits = 4 if how == "int4" and layer is not head else 8
+            made[id(layer)] = QuantizedLinear(layer, bits).train(layer.training)
         model.set_submodule(name, made[id(layer)])
         layer.weight = None
 
@@ -169,7 +168,7 @@ def check(how: str, place: Any, dtype: torch.dtype, config: Any, options: dict[s
             "quantization_config with a method of transformers for that device"
         )
     if not supports(dtype):
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         raise ConfigError(f"quantize {how} computes in bfloat16 or float32, not in {name}; give dtype bfloat16")
     if kernels.openmp() is None:
         warnings.warn(

@@ -17,7 +17,7 @@ from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from shape.errors import CheckpointError
-from shape.files import written_whole
+from shape.files import reading, written_whole
 
 _SECONDS = 300.0  # between checkpoints, where steps are not given
 _ONCE = 1.0  # second, within which signals are one: schedulers send theirs to a process and to what began it
@@ -79,7 +79,7 @@ class LastCheckpoint(Checkpoint):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         ended, self._step = trainer.global_step > self._step, trainer.global_step
-        if not ended:  # a portion of a step
+        if not ended or trainer.global_step == trainer.max_steps:  # a portion of a step, or what follows writes at once
             return
         interrupted, due = self._interrupted, self._every is None and monotonic() - self._written > _SECONDS
         if trainer.world_size > 1:
@@ -93,6 +93,11 @@ class LastCheckpoint(Checkpoint):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         trainer.save_checkpoint(self._last)
+        interrupted = self._interrupted
+        if trainer.world_size > 1:
+            (interrupted,) = _any_process(trainer, interrupted)
+        if interrupted:  # in the last steps, or in the validation behind them
+            raise KeyboardInterrupt
         self._restore_handlers()
 
     def on_exception(self, *_: Any) -> None:
@@ -145,6 +150,10 @@ def checkpoint_to_resume(name: str | None, output: Path) -> str | None:
     if (found := sound_checkpoint(path)) != path:
         said = f"checkpoint {path} is damaged or lost; going on from the one before, {found}"
         rank_zero_only(print)(said, flush=True)
+    with reading(f"checkpoint {found}", CheckpointError, "give a last.ckpt of shape train"):
+        content = torch.load(found, map_location="cpu", weights_only=True, mmap=True)
+        if not {"state_dict", "loops", "pytorch-lightning_version"} <= content.keys():
+            raise CheckpointError(f"checkpoint {found} was not written by shape train; give one of its last.ckpt files")
     return str(found)
 
 
@@ -154,7 +163,7 @@ def set_aside(output: Path) -> None:
     predictor, which the new one will replace.
     """
     checkpoints = output / "checkpoints"
-    begun, finished = any(checkpoints.glob("last*.ckpt")), (output / "model.safetensors").exists()
+    begun, finished = any(checkpoints.glob("*")), (output / "model.safetensors").exists()
     if not (begun or finished):
         return
     number = 1

@@ -18,6 +18,7 @@ from shape.files import human_bytes, human_time
 from shape.networks.config import ShapeConfig
 from shape.networks.layers import SCORES_BYTES
 from shape.networks.sizing import parameters
+from shape.target.loading import dtype_name
 from shape.target.size import Size, bits_of
 from shape.training.chunks import CHUNK_BYTES
 from shape.training.defaults import network_config
@@ -79,7 +80,7 @@ class Forecast:
         self.answering = {"target": self.memory["target"], "keys and values": tokens * size.cache * dtype.itemsize / 2}
         self.disk: dict[str, float] = {"checkpoints": (_CHECKPOINTS * _BYTES_KEPT + 8) * self.learned}
         if not options.online:
-            stored = options.extraction.feature_dtype or str(dtype).removeprefix("torch.")
+            stored = options.extraction.feature_dtype or dtype_name(dtype)
             each = state_bytes(stored, size.hidden_size, len(options.feature_options().stored))
             self.disk = {"features": text.stored_bytes(options.extraction.before, each), **self.disk}
         read = weights_read(options, size, self.learned)
@@ -172,11 +173,10 @@ def portion_bytes(config: ShapeConfig, roots: float, known: float, precision: st
     layer = config.layer_config()
     heads, inner_size = layer.num_attention_heads, layer.intermediate_size
     passes = steps if config.step_mode == "recursive" else config.num_layers  # of one place, or of all through a layer
-    places = {"peagle": steps, "block": config.block_size}.get(config.kind, 1)
-    inputs = 4 * roots * places * size  # of a step, or of a layer
-    each = roots * places * (size * (40 + 8 * half) + 4 * half * inner_size)
+    inputs = 4 * roots * config.places * size  # of a step, or of a layer
+    each = roots * config.places * (size * (40 + 8 * half) + 4 * half * inner_size)
     read = known * (4 + half) * (config.feature_size + 2 * size)
-    scores = 4 * min(4 * roots * places * heads * (known + steps), SCORES_BYTES)
+    scores = 4 * min(4 * roots * config.places * heads * (known + steps), SCORES_BYTES)
     return logits + states + read + scores + (passes * inputs + each if checkpointing else passes * each)
 
 

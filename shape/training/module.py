@@ -260,7 +260,7 @@ class DrafterModule(TrainingModule):
                 f"the checkpoint is at step {checkpoint['global_step']} and training.steps is {self.options.steps}; "
                 "give more steps to train further"
             )
-        self._seconds_before = saved["seconds"]
+        self._seconds_before = saved.get("seconds", 0.0)
         # A run that had ended goes on where more steps are asked for: its last batch is not the last any more, nor its
         # one epoch over.
         loop = checkpoint["loops"]["fit_loop"]

@@ -221,10 +221,11 @@ def _regenerated(
     answers = answers_file(conversations, backend, folder, chosen)
     asked = any(conversation.asks for conversation in conversations)
     if asked and home.exists(MANIFEST) and not answers.exists():
+        elsewhere = "" if home.folder else f", or the run that made them has {answers.name} in another --output"
         raise FeatureStoreError(
             f"features in {home} are not of the target's answers to these conversations: the data or the options of "
-            "answering have changed since; give another folder with --features or --output, or, where the data holds "
-            "the target's own answers, --regenerate false"
+            f"answering have changed since{elsewhere}; give another folder with --features or --output, or, where the "
+            "data holds the target's own answers, --regenerate false"
         )
     answered = own_answers(
         conversations,

@@ -27,7 +27,7 @@ from shape.target.model import Target
 from shape.training.callbacks import CountFlops
 from shape.training.module import DrafterModule
 from shape.training.options import TrainOptions
-from shape.training.validation import DecodingValidation, load_weights
+from shape.training.validation import DecodingValidation
 
 _WHOLE = "shape, drafts verified whole"
 _COMPARED = 8  # validation prompts on which decoding is compared with training
@@ -49,7 +49,7 @@ def export_and_measure(
     """
     output, target, console = Path(options.output), module.target, Console(markup=False)
     predictor = type(module.predictor)(module.predictor.config)  # of its own: processes may have shared the other's
-    load_weights(predictor, validation.best_path)
+    validation.load_best(predictor)
     predictor.eval().to(target.device)  # type: ignore[arg-type]
     record: dict[str, Any] = {
         "command": Environment.capture(target.device).command,

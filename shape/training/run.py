@@ -107,7 +107,8 @@ def _train(
             f"{first.training.batch_size} positions",
             flush=True,
         )
-    if checkpoint is None:
+    own = (output / "checkpoints").resolve()
+    if checkpoint is None or own not in Path(checkpoint).resolve().parents:
         for folder in dict.fromkeys([output, *(Path(run.output) for run in runs)]):
             set_aside(folder)
     trained = modules[0] if len(modules) == 1 else JointModule(dict(zip(names, modules, strict=True)))

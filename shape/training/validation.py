@@ -86,6 +86,7 @@ class DecodingValidation(pl.Callback):
         self.history: list[dict[str, float]] = []
         self.seconds = 0.0
         self._resumed_from = best_path
+        self.lost = False  # whether the best weights of a checkpoint are gone, and none are kept since
 
     @property
     def state_key(self) -> str:
@@ -114,7 +115,8 @@ class DecodingValidation(pl.Callback):
                 _copy(path, self.best_path)
                 break
         else:
-            self.history.clear()  # its best weights are lost, and the best from now on are kept
+            self.lost = bool(self.history)  # and the best from now on are kept
+            self.history.clear()
         own = self._decoded
         if "asked" not in state_dict:  # of before, which says it by the prompts' tokens, or not at all
             own["decoded"] = _digest([[prompt.tolist() for prompt in self.prompts], self.max_new_tokens])
@@ -142,6 +144,16 @@ class DecodingValidation(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._validate(trainer, pl_module)
 
+    def load_best(self, predictor: nn.Module) -> None:
+        """Put the best weights into a predictor of the same configuration.
+
+        Raises:
+            CheckpointError: they are gone or damaged, or there are another run's in their place.
+        """
+        if self.lost:
+            raise CheckpointError(f"the best weights of the checkpoint are not in {self.best_path}; {_MORE_STEPS}")
+        load_weights(predictor, self.best_path)
+
     def _stop_without_progress(self, trainer: pl.Trainer) -> None:
         if self.patience is None or not self.history:
             return
@@ -163,6 +175,7 @@ class DecodingValidation(pl.Callback):
         best, entry = self.best, {"step": trainer.global_step, **measured}
         if trainer.is_global_zero and (best is None or entry["value"] > best["value"]):
             save_weights(network, self.best_path, entry)
+            self.lost = False
         self.history.append(entry)
         named = {("acceptance_length" if name == "value" else name): figure for name, figure in measured.items()}
         values = {"/".join(filter(None, [self.name, "val", name])): figure for name, figure in named.items()}
@@ -234,6 +247,11 @@ def _copy(path: Path, to: Path) -> None:
             shutil.copyfile(path, temporary)
 
 
+_MORE_STEPS = (
+    "give the same command with --ckpt_path last and more --training.steps, whose validation writes them again"
+)
+
+
 def load_weights(predictor: nn.Module, path: Path) -> None:
     """Put weights kept by `DecodingValidation` into a predictor of the same configuration.
 
@@ -243,10 +261,7 @@ def load_weights(predictor: nn.Module, path: Path) -> None:
     try:
         load_model(predictor, path)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"the best weights in {path} cannot be read ({error}); give the same command with --ckpt_path last and "
-            "more --training.steps, whose validation writes them again"
-        ) from error
+        raise CheckpointError(f"the best weights in {path} cannot be read ({error}); {_MORE_STEPS}") from error
 
 
 def _digest(content: Any) -> str:

@@ -55,7 +55,7 @@ class Slots:
         self._next: dict[tuple[int, torch.device], Tensor] = {}
 
     def see(self, slots: int, new: int) -> None:
-        """Let attention see so many, whatever ``lengths`` says, when ``new`` tokens per sequence come."""
+        """Let the next forward, of ``new`` tokens per sequence, see so many slots, whatever ``lengths`` says."""
         self.shortest, self.longest, self.uniform = 0, slots - new, False
         self._next = {}
 

@@ -23,6 +23,11 @@ Inputs = tuple[Tensor, Masks]  # positions of nodes, and their masks
 
 
 def new_cache(target: Target, support: Support, batch: int, capacity: int) -> KVCache:
+    """An empty cache of the kind that the target needs.
+
+    Args:
+        batch: sequences. capacity: slots for each; more are made as they are needed.
+    """
     if isinstance(target, OpenVinoTarget) and target.converted is not None:
         return OpenVinoCache(target, support, batch)
     if support.recurrent:

@@ -205,4 +205,5 @@ def token_hashes(tokens: Tensor) -> Tensor:
 
 @cache
 def all_hashes(vocab_size: int, device: torch.device) -> Tensor:
+    """``token_hashes`` of the whole vocabulary, (V,) int64, made once for each device."""
     return token_hashes(torch.arange(vocab_size, device=device))

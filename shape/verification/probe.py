@@ -2,6 +2,7 @@
 ignores explicit positions or a 4D mask returns numbers all the same.
 """
 
+import math
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -222,7 +223,7 @@ def _mixing(target: Target, prompt: Tensor) -> tuple[float, str]:
         if torch.equal(again[0, :-1], found[0, :-1]):
             return
         distance = relative_error(again[0, :-1], found[0, :-1])
-        if not distance <= worst:
+        if not (distance <= worst or math.isnan(worst)):
             worst, where = distance, f"{name} ({type(module).__name__})"
 
     hooks = [
@@ -304,6 +305,12 @@ def _parents(drafts: Tensor) -> Tensor:
     return torch.tensor([-1, 0, 0, 1, 1, 3], device=drafts.device).expand_as(drafts)
 
 
+def _off(allowed: float, *distances: float, where: str = "") -> str | None:
+    """What to say of states that are too far off, as NaN is; None where all are near enough."""
+    wrong = [one for one in distances if not one <= allowed]
+    return f"states are off by {wrong[0]:.2g}{where}" if wrong else None
+
+
 def _near_failure(target: Target, support: Support, prompt: Tensor, drafts: Tensor, allowed: float) -> str | None:
     """Two sequences of unequal length with a branching tree, and a single token, against forwards of their texts."""
     lengths = [prompt.shape[1], prompt.shape[1] - 3]
@@ -322,8 +329,7 @@ def _near_failure(target: Target, support: Support, prompt: Tensor, drafts: Tens
             path = tree.ancestors[row, node].nonzero()[:, 0]
             text = torch.cat([prompt[row, :length], tree.tokens[row, path]])
             expected[row, node] = target.hidden(text[None])[0, -1]
-    distances = relative_error(states, expected), relative_error(single[0, 0], expected[0, 0])
-    return None if all(one <= allowed for one in distances) else f"states are off by {max(distances):.2g}"
+    return _off(allowed, relative_error(states, expected), relative_error(single[0, 0], expected[0, 0]))
 
 
 def _many_failure(target: Target, support: Support, prompt: Tensor, count: int, allowed: float) -> str | None:
@@ -339,8 +345,7 @@ def _many_failure(target: Target, support: Support, prompt: Tensor, count: int, 
     except Exception as error:
         return f"it raises {type(error).__name__} over {count} tokens"
     expected = target.hidden(torch.cat([prompt, tokens], dim=1))[:, length:]
-    distance = relative_error(states, expected)
-    return None if distance <= allowed else f"states are off by {distance:.2g} over {count} tokens"
+    return _off(allowed, relative_error(states, expected), where=f" over {count} tokens")
 
 
 def _far_failure(target: Target, support: Support, tree: TokenTree, allowed: float) -> str | None:
@@ -360,8 +365,7 @@ def _far_failure(target: Target, support: Support, tree: TokenTree, allowed: flo
         positions = length + torch.arange(len(path), device=path.device)
         found = target.hidden(tree.tokens[:, path], position_ids=positions[None], cache=cache)
         expected[0, node] = found[0, -1]
-    distance = relative_error(states, expected)
-    return None if distance <= allowed else f"states are off by {distance:.2g} behind {length} tokens"
+    return _off(allowed, relative_error(states, expected), where=f" behind {length} tokens")
 
 
 def _chain_failure(target: Target, support: Support, prompt: Tensor, drafts: Tensor, allowed: float) -> str | None:
@@ -378,7 +382,6 @@ def _chain_failure(target: Target, support: Support, prompt: Tensor, drafts: Ten
         return f"it raises {type(error).__name__}"
     expected = target.hidden(torch.cat([prompt, drafts], dim=1))[:, prompt.shape[1] :]
     text = torch.cat([prompt, drafts[:, :accepted], others], dim=1)
-    distance = max(relative_error(states, expected), relative_error(behind, target.hidden(text)[:, -others.shape[1] :]))
-    if not distance <= allowed:
-        return f"states are off by {distance:.2g}"
-    return None if support.recurrent else _far_failure(target, support, tree, allowed)
+    last = relative_error(behind, target.hidden(text)[:, -others.shape[1] :])
+    reason = _off(allowed, relative_error(states, expected), last)
+    return reason if reason or support.recurrent else _far_failure(target, support, tree, allowed)

@@ -166,7 +166,12 @@ class Forward:
         x: Rows | None = None,
         between: int = 0,
     ) -> None:
-        """Args: between: slots that are left as they are, between the committed ones and the tokens'."""
+        """Run it: write this call's addresses and numbers where its kernels look for them, and go through its steps.
+
+        Args:
+            end, masks: as of ``__call__``. x: None where nothing is embedded.
+            between: slots that are left as they are, between the committed ones and the tokens'.
+        """
         scores = -(-end // TILE) * TILE * 4
         needed = torch.get_num_threads() * self._rows * scores // 4
         if self._scratch.numel() < needed:

@@ -404,9 +404,8 @@ class Sampler:
         """Rejection sampling at one node of each of some sequences, with the scores (R, V) there."""
         children = tree.parent[rows] == torch.tensor(nodes, device=scores.device)[:, None]
         children &= tree.were_drawn[rows]
-        order = (
-            children.int().sort(dim=1, descending=True, stable=True).indices[:, : max(1, int(children.sum(1).max()))]
-        )
+        most = max(1, int(children.sum(1).max()))
+        order = children.int().sort(dim=1, descending=True, stable=True).indices[:, :most]
         candidates = tree.tokens[rows].gather(1, order).masked_fill(~children.gather(1, order), -1)
         p = scores.softmax(-1)
         q = torch.zeros_like(p) if tree.log_q is None else tree.log_q[rows, nodes].exp()

@@ -70,9 +70,9 @@ class TokenTree:
     @property
     def were_drawn(self) -> Tensor:
         """(B, N) bool: nodes that were drawn from what ``log_q`` says at their parents."""
-        return (
-            torch.full_like(self.parent, self.log_q is not None, dtype=torch.bool) if self.drawn is None else self.drawn
-        )
+        if self.drawn is not None:
+            return self.drawn
+        return torch.full_like(self.parent, self.log_q is not None, dtype=torch.bool)
 
     @property
     def size(self) -> int:

@@ -1,5 +1,6 @@
 """Every answer the target's own, in fixed batches, through SIGKILL and by several processes."""
 
+import errno
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from shape import files
 from shape.data.backends import Answer
 from shape.data.conversations import Conversation
 from shape.data.encoding import encode
+from shape.data.journal import AnswerJournal
 from shape.data.options import AnswerOptions
 from shape.data.reading import load_conversations
 from shape.data.regeneration import Share, Summary, answers_file, own_answers, regenerate
@@ -353,3 +355,18 @@ def test_a_second_command_waits_for_the_answers_of_the_first(tmp_path):
         os.replace(tmp_path / "first.jsonl", output)
     waiting.join(60)
     assert len(found[0]) == 4 and not backend.batches, "they are read, and nothing is asked again"
+
+
+def test_half_a_line_on_a_full_disk_spoils_no_answers(tmp_path, monkeypatch):
+    """Those of other threads are written behind it."""
+    journal, entry = AnswerJournal(tmp_path / "a.partial", {"a": 1}), {"text": "x"}
+    journal.append([(0, entry, 1, None)])
+
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
+        patched.setattr(os, "fsync", full)
+        journal.append([(1, entry, 1, None)])
+    journal.append([(2, entry, 1, None)])
+    assert [found[0] for found in AnswerJournal(tmp_path / "a.partial", {"a": 1}).entries()] == [0, 2]

@@ -371,7 +371,7 @@ def test_why_a_tokenizer_cannot_be_read_is_told_before_the_weights_are(tiny_targ
     ):
         Target.load(folder)
     (folder / "tekken.json").unlink()
-    assert read_tokenizer(str(folder), folder, {}) is None
+    assert read_tokenizer(folder, {}) is None
 
 
 def test_a_chat_template_that_only_processors_look_for(tiny_target_folder, tmp_path):
@@ -379,6 +379,6 @@ def test_a_chat_template_that_only_processors_look_for(tiny_target_folder, tmp_p
     template = (folder / "chat_template.jinja").read_text()
     (folder / "chat_template.jinja").unlink()
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
-    assert read_tokenizer(str(folder), folder, {}).chat_template == template
+    assert read_tokenizer(folder, {}).chat_template == template
     (folder / "chat_template.jinja").write_text("the tokenizer's own")
-    assert read_tokenizer(str(folder), folder, {}).chat_template == "the tokenizer's own"
+    assert read_tokenizer(folder, {}).chat_template == "the tokenizer's own"

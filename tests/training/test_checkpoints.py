@@ -3,6 +3,7 @@
 import os
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import pytorch_lightning as pl
@@ -16,7 +17,13 @@ from training_runs import (
 
 from shape.errors import CheckpointError, exit_on_error
 from shape.training import checkpoints
-from shape.training.checkpoints import AtomicCheckpointIO, LastCheckpoint, require_same_run
+from shape.training.checkpoints import (
+    AtomicCheckpointIO,
+    LastCheckpoint,
+    checkpoint_to_resume,
+    require_same_run,
+    set_aside,
+)
 from shape.training.options import TrainingOptions
 
 
@@ -170,3 +177,43 @@ def test_an_interrupted_run_is_in_its_checkpoint_to_the_step(store, tiny_target,
     last = LastCheckpoint(tmp_path, 100)
     resumed = fit(tiny_target, store, accumulate=accumulate, callbacks=[last], ckpt_path=tmp_path / "last.ckpt")
     assert torch.equal(weights(resumed), weights(straight)) and signal.getsignal(signal.SIGINT) is handler
+
+
+class AtTheEnd(pl.Callback):
+    """Notes which step last.ckpt is of while the last validation goes on, and interrupts that."""
+
+    def __init__(self, path) -> None:
+        self.path, self.step = path, None
+
+    def on_train_end(self, *args) -> None:
+        self.step = torch.load(self.path, weights_only=True)["global_step"]
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_an_interrupt_in_the_last_validation_ends_behind_it(store, tiny_target, tmp_path):
+    """Until then no checkpoint is of the last step: resumed from one, a run would not validate there."""
+    handler, watching = signal.getsignal(signal.SIGINT), AtTheEnd(tmp_path / "last.ckpt")
+    try:
+        with pytest.raises(SystemExit):
+            fit(
+                tiny_target, store, options=replace(OPTIONS, steps=4), callbacks=[watching, LastCheckpoint(tmp_path, 2)]
+            )
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert watching.step == 2 and torch.load(watching.path, weights_only=True)["global_step"] == 4
+
+
+def test_best_weights_alone_are_set_aside(tmp_path):
+    """Of one of several runs that were trained jointly."""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/best.safetensors").write_bytes(b"best")
+    set_aside(tmp_path)
+    assert (tmp_path / "checkpoints.1/best.safetensors").read_bytes() == b"best"
+    assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("content", [{"a": 1}, {"a": Path("x")}, [1]], ids=["other", "objects", "list"])
+def test_a_file_that_is_no_checkpoint_of_a_training_is_refused(content, tmp_path):
+    torch.save(content, tmp_path / "last.ckpt")
+    with pytest.raises(CheckpointError, match=r"last.ckpt.*give (a last.ckpt of shape train|one of its last.ckpt)"):
+        checkpoint_to_resume(str(tmp_path / "last.ckpt"), tmp_path)

@@ -14,7 +14,7 @@ import torch
 import yaml
 from helpers import write_rows
 from rich.console import Console
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from training_runs import arguments, command, ended, kill_when, require_the_same_end, write_conversations
 from transformers import AutoTokenizer
 
@@ -215,6 +215,27 @@ def test_a_new_run_sets_older_checkpoints_aside(trained, tiny_target_folder, dat
     before, after = (load_file(folder / "model.safetensors") for folder in (output / "checkpoints.1", output))
     assert all(torch.equal(weight, load_file(trained / "model.safetensors")[name]) for name, weight in before.items())
     assert any(not torch.equal(weight, after[name]) for name, weight in before.items())
+
+
+def test_a_run_resumed_from_elsewhere_sets_aside_what_it_replaces(trained, tiny_target_folder, data, tmp_path):
+    output = tmp_path / "other"
+    main(arguments(tiny_target_folder, data, output, "--training.steps=2"))
+    other = (output / "model.safetensors").read_bytes()
+    main(arguments(tiny_target_folder, data, output, f"--ckpt_path={trained / 'checkpoints/last.ckpt'}"))
+    assert (output / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
+    assert (output / "checkpoints.1/model.safetensors").read_bytes() == other
+    assert (output / "checkpoints.1/last.ckpt").exists()
+
+
+def test_best_weights_of_another_run_are_not_exported(trained, tiny_target_folder, data, tmp_path, refused):
+    """Where those of the checkpoint are lost."""
+    output = Path(shutil.copytree(trained, tmp_path / "again"))
+    best = output / "checkpoints/best.safetensors"
+    save_file(load_file(best), best, {"measured": json.dumps({"step": 3, "value": 9.0, "low": 9.0, "high": 9.0})})
+    before = (output / "model.safetensors").read_bytes()
+    given = arguments(tiny_target_folder, data, output, "--ckpt_path=last")
+    assert "the best weights of the checkpoint are not in" in refused(main, *given)
+    assert (output / "model.safetensors").read_bytes() == before
 
 
 def test_a_run_may_start_from_the_predictor_that_it_replaces(trained, tiny_target_folder, data, tmp_path):

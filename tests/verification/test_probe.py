@@ -20,7 +20,7 @@ from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target
 from shape.verification import probe as program
 from shape.verification.fused import FusedLayers
-from shape.verification.probe import _many_failure, probe, support_of
+from shape.verification.probe import _chain_failure, _many_failure, probe, support_of
 from shape.verification.windows import too_wide
 
 
@@ -126,6 +126,19 @@ def test_states_that_forget_the_tokens_before_a_forward_are_refused():
         model = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4))
     with pytest.raises(UnsupportedTarget, match=r"recurrent layers cannot forget a rejected draft; as a chain, .* off"):
         probe(Target(model))
+
+
+def test_states_behind_accepted_tokens_have_to_be_numbers(tiny_model, monkeypatch):
+    target, calls, forward = Target(tiny_model("llama")), [], program.tree_forward
+
+    def second_fails(*given):
+        calls.append(given)
+        return forward(*given) * (float("nan") if len(calls) == 2 else 1)
+
+    given = support_of(target), torch.arange(3, 13)[None], torch.arange(20, 26)[None]
+    assert _chain_failure(target, *given, 0.01) is None
+    monkeypatch.setattr(program, "tree_forward", second_fails)
+    assert _chain_failure(target, *given, 0.01) == "states are off by nan"
 
 
 def test_unknown_logit_scaling_is_refused(tiny_model):

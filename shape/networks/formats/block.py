@@ -139,7 +139,7 @@ def write(predictor: Predictor, target: TargetFacts) -> Checkpoint:
 
 
 def _not_sglangs(predictor: Predictor) -> list[str]:
-    """What SGLang leaves out, by its `models/dspark.py` and `models/dflash.py`, so that it drafts something else."""
+    """What SGLang ignores (its `models/dspark.py` and `models/dflash.py`), so that it drafts other tokens."""
     config = predictor.config
     found = {
         "an output embedding of the drafter's own": config.own_heads,

@@ -12,6 +12,7 @@ from shape.networks.config import LAYER_TYPES, ShapeConfig
 from shape.networks.decoder import SCALINGS
 from shape.networks.formats.files import Weights
 from shape.networks.formats.targets import TargetFacts
+from shape.target.loading import dtype_name
 
 # What of a configuration says how decoder layers compute; the rest is a language model's, or how it was trained.
 _KEPT = (
@@ -19,7 +20,7 @@ _KEPT = (
     "max_position_embeddings", "mlp_bias", "model_type", "num_attention_heads", "num_hidden_layers",
     "num_key_value_heads", "rms_norm_eps", "rope_parameters", "sliding_window", "use_sliding_window",
 )  # fmt: skip
-_CHANGING = ("dynamic", "longrope")  # with the length of the text: here they stay as they are for short ones
+_CHANGING = ("dynamic", "longrope")  # with the length of the text; here the scaling for short ones is used throughout
 _MASK = "mask_embedding"  # ours alone: the target's embedding of a token
 # Weights that only training reads: copies of the target's, and constants.
 _TRAINING_ONLY = ("verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
@@ -121,7 +122,7 @@ def written_layers(config: ShapeConfig, target: TargetFacts) -> dict[str, Any]:
 def written_dtype(predictor: Predictor) -> str:
     """What engines compute in. Of float32 weights SGLang makes float16, which a target in bfloat16 does not go with."""
     dtype = predictor.dtype if predictor.dtype.itemsize == 2 else torch.bfloat16
-    return str(dtype).removeprefix("torch.")
+    return dtype_name(dtype)
 
 
 def take_vocabulary(weights: Weights, vocab_size: int) -> Weights:
