@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from eval import commands
 from shape.evaluation.markdown import DASH, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -159,8 +160,12 @@ def table() -> str:
     return markdown(["result", "measured at", "later commits to what it measures", "cannot be traced"], rows)
 
 
-def main() -> None:
+def stale() -> None:
+    """Print what is older than the code that it measures."""
     print(table())
+
+
+main = commands.one_of(stale)
 
 
 if __name__ == "__main__":

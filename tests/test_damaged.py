@@ -255,7 +255,8 @@ def kinds(folder: Path, tiny_target) -> dict[str, tuple[bytes, Callable[[Path], 
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
     call = {"type": "call", "rows": 1}
     step = {"type": "step", "step": 1, "rows": [0], "lengths": [3], "draft": 0.1, "verify": 0.1, "commit": 0.1}
-    token = {"type": "token", "row": 0, "step": 1, "depth": None, "event": "bonus", "emitted": True, "source": None}
+    token = {"type": "token", "row": 0, "step": 1, "depth": None, "event": "bonus", "emitted": True}
+    token |= {"source": None, "parent": None}
     records = "".join(json.dumps(one) + "\n" for one in (call, step, token)).encode()
     costs = {"key": {"batch_size": 1, "context": 8, "verify": {"1": 0.1, "2": 0.2}, "draft": {}}}
     torch.save({"step": torch.ones(9)}, folder / "last.ckpt")

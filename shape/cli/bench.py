@@ -15,7 +15,7 @@ interruption.
 from collections.abc import Sequence
 from pathlib import Path
 
-from shape.errors import GO_ON, exit_on_error
+from shape.errors import GO_ON, DataError, exit_on_error
 from shape.evaluation.options import BenchOptions
 from shape.files import write_whole
 from shape.parsing import CommandParser, command_parser, options_of
@@ -55,7 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         if values.render:
             results, document = map(Path, values.render)
-            write_whole(document, render(document.read_text(encoding="utf-8"), results))
+            try:
+                text = document.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise DataError(f"document {document} is not UTF-8 text ({error.reason}); save it as that") from None
+            write_whole(document, render(text, results))
             return
         options = options_of(BenchOptions, values)
         console = Console(highlight=False)

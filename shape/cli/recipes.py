@@ -90,7 +90,8 @@ def _merge(values: Any) -> None:
         raise ConfigError(f"most is {values.most}; give a positive number")
     packs = [Pack.load(path) for path in values.packs]
     misses = [miss for path in values.misses for miss in read_misses(path)]
-    merged(packs, values.most, recipes_of_misses(misses, packs[0].prefix, packs[0].depth)).save(values.output)
+    first = next((pack for pack in packs if pack.recipes), packs[0])  # an empty one does not say how it was compiled
+    merged(packs, values.most, recipes_of_misses(misses, first.prefix, first.depth)).save(values.output)
     print(inspect(values.output, 0, None))
 
 

@@ -11,7 +11,7 @@ table of all measurements; details fold out, and each trace has a page of its ow
 from collections.abc import Sequence
 from pathlib import Path
 
-from shape.errors import NOTHING_WRITTEN, exit_on_error
+from shape.errors import NOTHING_WRITTEN, ConfigError, exit_on_error
 from shape.parsing import CommandParser, command_parser
 
 
@@ -29,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from shape.evaluation.report.page import write, write_images
         from shape.evaluation.report.sources import find
 
+        if not given.output.endswith((".html", ".htm")):  # it may be one of the results
+            raise ConfigError(f"output {given.output} is no name of a page; let it end in .html")
         found = find(Path(given.results))
         if given.images is not None:  # where it cannot be made, nothing is drawn in vain
             Path(given.images).mkdir(parents=True, exist_ok=True)

@@ -175,12 +175,16 @@ def _file_rows(path: Path) -> Iterator[tuple[str, str, object]]:
 
 def _lines(path: Path) -> Iterator[str | DataError]:
     """Each line, or why it is no text."""
-    with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
-        for number, line in enumerate(file):
+    how: dict[str, Any] = {"encoding": "utf-8-sig", "errors": "surrogateescape"}
+    with gzip.open(path, "rt", **how) if path.suffix == ".gz" else open(path, **how) as file:
+        for line in file:
             try:
-                yield line.decode("utf-8" if number else "utf-8-sig").replace("\r\n", "\n")
-            except UnicodeDecodeError as error:
-                yield DataError(f"not UTF-8 text ({error.reason} at byte {error.start} of the line)")
+                line.encode()
+            except UnicodeEncodeError as error:
+                byte = len(line[: error.start].encode()) + 1
+                yield DataError(f"not UTF-8 text (byte {byte} of the line)")
+            else:
+                yield line
 
 
 def _text(path: Path) -> Iterator[str]:

@@ -188,7 +188,7 @@ def _message(turn: object, name: str) -> Message:
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):
         other = [part.get("type") for part in content if part.get("text") is None]
         if other and role != "tool":
-            raise DataError(f"{name} has a part of type {_shown(other[0])}; only text can be read: leave the row out")
+            raise DataError(f"{name} has a part without text, of type {_shown(other[0])}: leave the row out")
         content = content if other else "".join(_text(part["text"], name) for part in content)
     if role == "tool" and not isinstance(content, str):
         content = json.dumps(content, ensure_ascii=False)  # some collections keep a tool's result as an object

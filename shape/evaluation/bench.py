@@ -127,7 +127,12 @@ def load_methods(options: BenchOptions) -> tuple[Target, dict[str, Method]]:
             raise ConfigError(f"method {name} takes no acceptance rule; leave out what stands behind it")
     told = [entry.partition("@")[2] or Match.name for entry in names]
     rules = {name: make_rule(name, options.typical_lossy, options.trs_lossy) for name in told}
-    refuse_unknown({entry.partition("@")[0] for entry in names} - baselines, predictors, options.pack)
+    drafters = {entry.partition("@")[0] for entry in names} - baselines
+    refuse_unknown(drafters, predictors, options.pack)
+    if options.pack is not None and not any("recipes" in name.split("+") for name in drafters):
+        raise ConfigError(
+            f"pack {options.pack} is given, and no method looks anything up in it; add recipes to methods"
+        )
     how: dict[str, Any] = {"dtype": options.dtype, "prepacked": options.prepacked}
     if options.target is not None:
         target = Target.load(options.target, **how, **of_target(options))

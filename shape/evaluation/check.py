@@ -60,6 +60,7 @@ def check(options: CheckOptions) -> dict[str, Any]:
     prompts, source = chosen_prompts(asked, options.limit, options.chat_template_kwargs)
     refuse_shared_ids(prompts, source)
     refuse_unknown(options.drafter or (), options.predictor, options.pack)
+    pack = None if options.pack is None else Pack.load(options.pack)
     drafted = None
     if options.predictor is not None:
         decoder = ShapeDecoder.from_pretrained(
@@ -71,7 +72,7 @@ def check(options: CheckOptions) -> dict[str, Any]:
         decoder, drafted = ShapeDecoder(target, untrained), untrained.predictor.config.draft_size
     target = decoder.target
     off = announce_sampling(target, options.temperature)
-    methods = _methods(options, target, decoder.drafter)
+    methods = _methods(options, target, decoder.drafter, pack)
     placed = that_fit(target, prompts, options.max_new_tokens)
     if not placed:
         raise DataError(
@@ -82,7 +83,9 @@ def check(options: CheckOptions) -> dict[str, Any]:
     if len(methods) > 1:
         refuse_unfilled(options.batch_size, len(fitting), f"{source} that fit")
     refused = f"a prompt and {options.max_new_tokens} new tokens exceed the target's {target.max_positions} positions"
-    skipped = {prompt.id: refused for prompt in prompts if prompt not in fitting}
+    skipped = dict.fromkeys([prompt.id for prompt in prompts], refused)
+    for prompt in fitting:
+        del skipped[prompt.id]
     costs = measure_costs(decoder, options.batch_size, max(map(len, contexts)) + options.max_new_tokens)
     deep = None if decoder.drafter is None else decoder.drafter.with_tree(TreeShape(depth=_DEEPEST, width=1))
     deepest = _DEEPEST if deep is None or deep.tree is None else deep.tree.depth
@@ -139,13 +142,15 @@ def check(options: CheckOptions) -> dict[str, Any]:
     return report
 
 
-def _methods(options: CheckOptions, target: Target, own: Drafter | None) -> dict[str, Drafter | None]:
+def _methods(
+    options: CheckOptions, target: Target, own: Drafter | None, pack: Pack | None
+) -> dict[str, Drafter | None]:
     """The drafters to measure, bound to the target: what does not fit it is said before anything is measured."""
     given: dict[str, Drafter] = {}
     if options.predictor is not None and own is not None:
         given[own.name] = own
-    if options.pack is not None:
-        given["recipes"] = RecipeDrafter(Pack.load(options.pack))
+    if pack is not None:
+        given["recipes"] = RecipeDrafter(pack)
     names = options.drafter
     asked = names is not None and any("mtp" in each.split("+") for each in names)
     if "mtp" not in given and (asked or (names is None and target.config.model_type in MTP_TARGETS)):

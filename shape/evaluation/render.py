@@ -60,7 +60,13 @@ def _load(folder: Path) -> list[SpeedResults]:
     paths = sorted(folder.rglob("results.json"))
     if not paths:
         raise DataError(f"no results.json lies under {folder}; measure with shape bench --output first")
-    return [SpeedResults.from_json(path.read_text(encoding="utf-8")) for path in paths]
+    found = []
+    for path in paths:
+        try:
+            found.append(SpeedResults.from_json(path.read_text(encoding="utf-8")))
+        except DataError as error:
+            raise DataError(f"{path}: {error}") from None
+    return found
 
 
 def _short(found: list[tuple[SpeedResults, list[str] | None]]) -> str:

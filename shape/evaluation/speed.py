@@ -107,7 +107,7 @@ class SpeedSetting:
             )
         refuse_shared_ids(prompts, source or "the given prompts")
         if prompts:
-            refuse_unfilled(self.batch, len(prompts), source or "what is given")
+            refuse_unfilled(self.batch, len(prompts), source or "this call")
 
 
 def measure(
@@ -153,7 +153,7 @@ def measure(
     if not fitting:
         reason = next(iter(reasons.values()), None) or "none was given"
         raise DataError(f"no prompt can be measured: {reason}; give other prompts or a smaller max_new_tokens")
-    refuse_unfilled(batch, len(fitting), f"{source or 'those given'} that fit")
+    refuse_unfilled(batch, len(fitting), f"{source or 'this call'} that fit")
     groups = [fitting[start : start + batch] for start in range(0, len(fitting) - batch + 1, batch)]
     reasons |= {prompt.id: f"it fills no batch of {batch}" for prompt in fitting[len(groups) * batch :]}
     environment = Environment.capture(target.device)

@@ -204,8 +204,8 @@ def model_of(target: str | Path, config: PretrainedConfig, **options: Any) -> Pr
     if (missing := sorted(found["missing_keys"])) and not quantised:
         raise UnsupportedTarget(
             f"target {target} cannot be loaded: its files lack {len(missing)} of its configuration's weights "
-            f"({', '.join(missing[:3])}); copy or download them again. A drafter of EAGLE-1 or 2, which is called a "
-            "Llama, cannot be read: give an EAGLE-3"
+            f"({', '.join(missing[:3])}); copy or download them again, or, if this is a drafter of EAGLE-1 or 2, whose "
+            "configuration is a Llama's, give one of EAGLE-3"
         )
     return model
 

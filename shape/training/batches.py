@@ -175,7 +175,8 @@ class WholeTextBatches(Batches):
         """The samples of a pool's steps."""
         samples = torch.cat([self.order.step(pool * STEPS_POOLED + each) for each in range(STEPS_POOLED)])
         # A long dialogue's later turns, as texts of their own, may hold nothing to learn within the longest length.
-        samples = samples[known] if (known := self._roots(samples) > 0).any() else samples
+        known = self._roots(samples) > 0
+        samples = samples[known] if int(known.sum()) >= STEPS_POOLED else samples  # no step without any
         samples = samples[self._sizes(samples).sort(stable=True).indices]
         steps = samples.tensor_split(cuts(self._roots(samples), STEPS_POOLED))
         generator = torch.Generator().manual_seed(derive_seed(self.order.seed, "pool", pool))

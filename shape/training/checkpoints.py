@@ -3,7 +3,7 @@
 import os
 import shutil
 import signal
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from threading import current_thread, main_thread
 from time import monotonic
@@ -157,6 +157,17 @@ def checkpoint_to_resume(name: str | None, output: Path) -> str | None:
     return str(found)
 
 
+class SetAside(pl.Callback):
+    """Sets aside what a run replaces that goes on from a checkpoint elsewhere, once that is known to be its own."""
+
+    def __init__(self, outputs: Iterable[str | Path]) -> None:
+        self._outputs = [Path(output) for output in outputs]
+
+    def on_load_checkpoint(self, *_: Any) -> None:  # the module, which refuses others, comes first
+        for output in self._outputs:
+            set_aside(output)
+
+
 @rank_zero_only
 def set_aside(output: Path) -> None:
     """Move an earlier run's checkpoints, so that `--ckpt_path last` can never mean another run's, and copy its
@@ -184,7 +195,7 @@ def set_aside(output: Path) -> None:
 def require_same_run(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Raises CheckpointError, with every difference, for a checkpoint of a run with another recipe."""
     if found := differences(saved, current, _FREE_TO_CHANGE):
-        data = "conversations (data, limit, or validation.prompts, which holds out others)"
+        data = "conversations (data, limit, validation_data, or validation.prompts, which holds out others)"
         found = [data if phrase.startswith("conversations was") else phrase for phrase in found]
         raise CheckpointError(
             f"the checkpoint is of another run: {', '.join(found)}; resume with the options it was made "

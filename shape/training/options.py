@@ -288,7 +288,7 @@ class TrainOptions(TargetOptions):
         target: folder or hub id of the target, or quickstart-target, which ships.
         data: file, folder or hub dataset with conversations; null is the data that ships.
         validation_data: conversations to validate on, and to measure on at the end; null is those that ship, or a part
-            held out of `data`.
+            held out of `data`. Conversations of `data` that ask the same are left out.
         init: start from this predictor, ours or of another package: its network, weights and draft vocabulary, with a
             fresh optimiser; for a target that was fine-tuned, or for data of another kind.
         output: folder of the exported predictor; checkpoints, logs and features go below it.

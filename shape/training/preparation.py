@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, takewhile
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, cast
@@ -268,32 +268,32 @@ def excluded_numbers(
     held_out: set[int],
     for_validation: Sequence[Conversation] = (),
 ) -> set[int]:
-    """Numbers of the conversations that are not learned from: held out, asking what one that is validated or measured
-    on asks first, or beyond the number asked for.
+    """Numbers of the conversations that are not learned from: held out, asking the same as one that is held out or
+    given for validation, or beyond the number asked for.
     """
-    asked = {_opening(conversations[number]) for number in held_out} | {_opening(each) for each in for_validation}
+    asked = {_asked(conversations[number]) for number in held_out} | {_asked(each) for each in for_validation}
     rest = [number for number in range(len(conversations)) if number not in held_out]
-    copies = {number for number in rest if _opening(conversations[number]) in asked}
+    copies = {number for number in rest if _asked(conversations[number]) in asked}
     if 2 * len(copies) > len(rest):
         rank_zero_warn(
-            f"{len(copies)} of {len(conversations)} conversations begin as one does that is validated or measured on; "
-            "they are learned from, as little would be left, so that acceptance in validation is of known questions. "
-            "Give other --validation_data"
+            f"{len(copies)} of {len(conversations)} conversations ask the same as one that is validated on; they are "
+            "learned from, as little would be left, so that acceptance in validation is of known questions. Give other "
+            "--validation_data"
         )
         copies = set()
     elif copies:
         rank_zero_only(print)(
-            f"left out: {len(copies)} conversations that begin as one does that is validated or measured on", flush=True
+            f"left out: {len(copies)} conversations that ask the same as one that is validated on", flush=True
         )
     rest = [number for number in rest if number not in copies]
     return held_out | copies | (set(rest) - set(evenly(rest, options.training.conversations)))
 
 
-def _opening(conversation: Conversation) -> tuple[Any, ...]:
-    """What stands before the first answer, or, of one that asks nothing, all."""
-    said = [(message.role, message.content) for message in conversation.messages]
-    asked = tuple(takewhile(lambda message: message[0] != "assistant", said))
-    return asked or tuple(said) or tuple(text.input_ids.tobytes() for text in conversation.texts)
+def _asked(conversation: Conversation) -> tuple[Any, ...]:
+    """All but the answers, by which copies are known; of a conversation that asks nothing, all."""
+    said = tuple((message.role, message.content) for message in conversation.messages)
+    asked = tuple(message for message in said if message[0] != "assistant")
+    return asked or said or tuple(text.input_ids.tobytes() for text in conversation.texts)
 
 
 def text_to_learn(

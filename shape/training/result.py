@@ -91,8 +91,8 @@ def export_and_measure(
         _export(predictor, output, target, record)
         write_whole(output / "measurement.json", results.to_json())
     elif options.measurement.limit:
-        told = "the data has no chats to ask, or none that leave room for an answer; give --measurement.prompts"
-        console.print(f"speed was not measured: {told}")
+        told = "the data has no chats to ask, or none within max_length that leave room for an answer"
+        console.print(f"speed was not measured: {told}; give --measurement.prompts")
     _show_sample(decoder, prompts, options, console)
     console.print(f"the predictor is in {output}; try it:", highlight=False)
     text = shorten(prompts[0].turns[0], _LONGEST_EXAMPLE, placeholder="...") if prompts else "Hello"

@@ -25,7 +25,7 @@ from shape.networks.base import Predictor
 from shape.networks.registry import PREDICTORS
 from shape.networks.sizing import draft_vocabulary
 from shape.training.callbacks import CountFlops
-from shape.training.checkpoints import checkpoint_to_resume, set_aside
+from shape.training.checkpoints import SetAside, checkpoint_to_resume, set_aside
 from shape.training.datamodule import ShapeDataModule
 from shape.training.defaults import network_config
 from shape.training.distillation import DistillModule, draft_model
@@ -96,7 +96,11 @@ def _train(
     runs, first = material.runs, material.runs[0]
     validations = [_validation(run, material, name) for run, name in zip(runs, names, strict=True)]
     counted = CountFlops()
-    trainer = make_trainer(first, material.target, output, [counted, *validations])
+    folders = list(dict.fromkeys([output, *(Path(run.output) for run in runs)]))
+    own = (output / "checkpoints").resolve()
+    elsewhere = checkpoint is not None and own not in Path(checkpoint).resolve().parents
+    aside = [SetAside(folders)] if elsewhere else []
+    trainer = make_trainer(first, material.target, output, [counted, *aside, *validations])
     store = None if first.online else _features(first, material)
     made = [make_module(run, material, store) for run in runs]
     modules, data = [module for module, _ in made], made[0][1]
@@ -107,9 +111,8 @@ def _train(
             f"{first.training.batch_size} positions",
             flush=True,
         )
-    own = (output / "checkpoints").resolve()
-    if checkpoint is None or own not in Path(checkpoint).resolve().parents:
-        for folder in dict.fromkeys([output, *(Path(run.output) for run in runs)]):
+    if checkpoint is None:
+        for folder in folders:
             set_aside(folder)
     trained = modules[0] if len(modules) == 1 else JointModule(dict(zip(names, modules, strict=True)))
     told = {name: {**asdict(run), "token": None} for name, run in zip(names, runs, strict=True)}  # no secret

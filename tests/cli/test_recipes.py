@@ -1,5 +1,7 @@
 """The command: compile, merge, inspect."""
 
+from dataclasses import replace
+
 import pytest
 from helpers import write_rows
 
@@ -36,6 +38,13 @@ def test_compile_merge_and_inspect(tiny_target_folder, tmp_path, capsys, monkeyp
         generate([*ask, prompt, "--max_new_tokens", "30"])
     main(["merge", one, "--misses", f"[{log}]", "--output", both])
     assert len(read_misses(log)) > 1 and len(Pack.load(both).recipes) > len(Pack.load(one).recipes)
+    empty = str(tmp_path / "empty.pack")
+    replace(Pack.load(one), recipes=()).save(empty)
+    merged = []
+    for packs in ([one, empty], [empty, one]):
+        main(["merge", *packs, "--misses", f"[{log}]", "--output", str(tmp_path / "any.pack")])
+        merged.append(Pack.load(tmp_path / "any.pack").recipes)
+    assert merged[0] == merged[1] == Pack.load(both).recipes
     with pytest.raises(ConfigError, match="drafter 'recipes' needs a pack"):
         ShapeDecoder.from_pretrained(None, target=tiny_target_folder, drafter="recipes")
     with pytest.raises(ConfigError, match=r"'operator:gt' raised TypeError \(.*\) for the answer to prompt 0; correct"):

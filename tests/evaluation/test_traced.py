@@ -1,10 +1,13 @@
 """What is read back from a trace's file agrees with what the decoder counted."""
 
+import json
+
 import pytest
 from helpers import predictor, prompts, write_rows
 
 from shape.drafters import HybridDrafter, NgramDrafter, SuffixDrafter, TrainedDrafter, TreeShape
 from shape.errors import DataError
+from shape.evaluation.report.sources import find
 from shape.evaluation.report.traced import Traced, read
 from shape.generation.decoder import ShapeDecoder
 
@@ -73,6 +76,19 @@ def test_traces_of_the_version_before_are_read(tiny_model, tmp_path):
     old = (tmp_path / "new.jsonl").read_text().replace('"autoregressive"', '"plain"')
     (tmp_path / "old.jsonl").write_text(old)
     assert '"plain"' in old and read(tmp_path / "old.jsonl") == trace
+
+
+def test_a_trace_of_a_later_version_is_named(tiny_model, tmp_path):
+    """Links to nothing, and folders with a file's name, are passed over."""
+    written(tiny_model, tmp_path / "new.jsonl", None)
+    (tmp_path / "results.json").mkdir()
+    (tmp_path / "gone.json").symlink_to(tmp_path / "nowhere")
+    assert [source.name for source in find(tmp_path)] == ["new.jsonl"]
+    call, *rest = map(json.loads, (tmp_path / "new.jsonl").read_text().splitlines())
+    told = {"target": "t", "dtype": "float32", "drafter": "d", "acceptance": "match", "seed": 0, "temperature": 0}
+    write_rows(tmp_path / "new.jsonl", call | told | {"environment": {"of": "a later version"}}, *rest)
+    with pytest.raises(DataError, match=r"new\.jsonl: it cannot be read; it is damaged or of another version"):
+        find(tmp_path)
 
 
 def test_other_files(tmp_path):

@@ -236,7 +236,7 @@ def test_a_drafter_that_says_it_is_a_language_model_is_none(tiny_target, tmp_pat
         if "layers.0" in name and "input_layernorm" not in name
     }
     save_file({**weights, "fc.weight": torch.zeros(8, 16)}, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UnsupportedTarget, match=r"files lack \d+ of its .* A drafter of EAGLE-1 or 2"):
+    with pytest.raises(UnsupportedTarget, match=r"files lack \d+ of its .* if this is a drafter of EAGLE-1 or 2"):
         ShapeDecoder.from_pretrained(tiny_target, predictor=tmp_path)
 
 

@@ -133,6 +133,15 @@ def test_the_target_reads_no_text_without_anything_to_learn(tiny_target):
     assert read.max() < len(CONVERSATIONS) and len(read.unique()) == len(CONVERSATIONS)
 
 
+def test_where_a_step_is_of_one_text_none_is_without(tiny_target):
+    """Although most texts hold nothing to learn."""
+    message = (Message("user", "a " * 200), Message("assistant", "never reached"))
+    dead = [Conversation(f"dead-{number}", message) for number in range(3 * len(CONVERSATIONS))]
+    options = replace(OPTIONS, batch_size=1, steps=2 * STEPS_POOLED)
+    batches = data_of([*CONVERSATIONS, *dead], tiny_target, options, max_length=128).batches(Partition())
+    assert all(len(batches[number].samples) > 0 for number in range(options.steps))
+
+
 def test_online_examples_are_those_of_the_store(store, tiny_target):
     module = ShapeModule(network(tiny_target), tiny_target, Losses(), OPTIONS)
     data = data_of(CONVERSATIONS, tiny_target, max_length=128)

@@ -68,12 +68,12 @@ def test_copies_of_what_is_validated_on_are_not_learned(given, tiny_target_folde
     validated = {row.id.split("-")[0] for row in material.for_validation}
     measured = {prompt.id.split("-")[0] for prompt in material.prompts}
     assert validated and measured and not learned & (validated | measured) and len(learned) >= 16
-    assert re.search(r"left out: \d conversations that begin as one does that is validated", capsys.readouterr().out)
+    assert re.search(r"left out: \d conversations that ask the same as one that is validated", capsys.readouterr().out)
 
 
 def test_where_most_are_copies_they_are_learned_from(tmp_path):
     rows = [Conversation(str(n), (Message("user", "go on"), Message("assistant", str(n)))) for n in range(10)]
-    with pytest.warns(UserWarning, match="9 of 10 conversations begin as one does that is validated"):
+    with pytest.warns(UserWarning, match="9 of 10 conversations ask the same as one that is validated"):
         assert excluded_numbers(TrainOptions(data="D"), rows, {3}) == {3}
 
 

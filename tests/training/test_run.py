@@ -227,6 +227,13 @@ def test_a_run_resumed_from_elsewhere_sets_aside_what_it_replaces(trained, tiny_
     assert (output / "checkpoints.1/last.ckpt").exists()
 
 
+def test_a_checkpoint_that_is_refused_moves_nothing(trained, tiny_target_folder, data, tmp_path, refused):
+    output = Path(shutil.copytree(trained, tmp_path / "other"))
+    given = f"--ckpt_path={trained / 'checkpoints/last.ckpt'}", "--seed=5"
+    assert "seed was 0 and is 5" in refused(main, *arguments(tiny_target_folder, data, output, *given))
+    assert (output / "checkpoints/last.ckpt").exists() and not (output / "checkpoints.1").exists()
+
+
 def test_best_weights_of_another_run_are_not_exported(trained, tiny_target_folder, data, tmp_path, refused):
     """Where those of the checkpoint are lost."""
     output = Path(shutil.copytree(trained, tmp_path / "again"))

@@ -19,6 +19,7 @@ from shape.drafters.recipes.misses import read_misses, recipes_of_misses
 from shape.drafters.recipes.pack import Counts, Pack, pack_of, recipes_of
 from shape.drafters.recipes.verify import make_verify
 from shape.drafters.suffix import SuffixAutomaton
+from shape.errors import DataError
 from shape.target.model import Target
 
 
@@ -52,8 +53,15 @@ def compile_pack(options: CompileOptions, load: Callable[[], tuple[Target, Calla
     target, generate = load()
     counts, refused = Counts(), 0
     samples = options.samples if options.temperature > 0 else 1
-    for number, prompt in enumerate(tqdm(prompts, desc="compile", unit="prompt")):
-        ids = target.encode(prompt.opening, prompt.template)
+    encoded = [target.encode(prompt.opening, prompt.template) for prompt in prompts]
+    for prompt, ids in zip(prompts, encoded, strict=True):  # before the first of many answers
+        if target.max_positions is not None and ids.shape[1] + options.max_new_tokens > target.max_positions:
+            raise DataError(
+                f"prompt {prompt.id} of {options.prompts} has {ids.shape[1]} tokens, and with {options.max_new_tokens} "
+                f"new ones exceeds the {target.max_positions} positions of target {target.name}; leave it out, or give "
+                "a smaller max_new_tokens"
+            )
+    for number, (prompt, ids) in enumerate(zip(tqdm(prompts, desc="compile", unit="prompt"), encoded, strict=True)):
         how = {"max_new_tokens": options.max_new_tokens, "seed": options.seed + number, "num_return_sequences": samples}
         out: Tensor = generate(ids, ones_like(ids), **how, **sampling(options.temperature))
         if verify is not None:

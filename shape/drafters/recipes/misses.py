@@ -1,6 +1,8 @@
 """What a pack did not know: look-ups of which nothing, or something else, came true. Logged while decoding."""
 
 import json
+import os
+import warnings
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -50,23 +52,29 @@ def open_log(path: Path) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a", encoding="utf-8").close()
+        with path.open("a+b") as file:
+            if file.tell() and (file.seek(-1, os.SEEK_END), file.read())[1] != b"\n":
+                file.write(b"\n")  # behind a line that was cut off
     except OSError as error:
         raise ConfigError(f"misses cannot be written to {path} ({error}); give another file") from error
 
 
 def write_misses(path: Path, misses: Sequence[Miss]) -> None:
-    """Add them to the log."""
+    """Add them to the log; where that fails, say so and go on: the answer is worth more."""
     if not misses:
         return
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(f"{json.dumps(miss._asdict())}\n" for miss in misses)
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(f"{json.dumps(miss._asdict())}\n" for miss in misses)
+    except OSError as error:
+        warnings.warn(f"misses cannot be written to {path} ({error}); some are lost", stacklevel=2)
 
 
 def read_misses(path: str | Path) -> list[Miss]:
-    """Raises CheckpointError: no such log."""
+    """All but a line that was cut off. Raises CheckpointError: no such log."""
     with reading(f"log {path}", CheckpointError, "give one that RecipeDrafter wrote"):
-        rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines if line and (line[0] != "{" or line[-1] == "}")]
         parts = ([row["prefix"], row["tokens"], row.get("wrong", [])] for row in rows)  # older logs have no wrong ones
         return [Miss(*typed(list[list[int]], part)) for part in parts]
 

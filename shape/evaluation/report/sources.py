@@ -14,6 +14,7 @@ from shape.evaluation.results import SpeedResults
 from shape.files import reading
 
 T = TypeVar("T")
+Content = TypeVar("Content")
 _PARTS_OF_CHECK = {"target", "costs", "chains", "break_even", "measured"}
 
 
@@ -51,13 +52,15 @@ def find(folder: Path) -> list[Source[Any]]:
     found: list[Source[Any]] = []
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
+        if not path.is_file():
+            continue
         if path.suffix == ".json":
             text = path.read_text(encoding="utf-8", errors="replace")
             read = _READERS.get(path.name) or (_check if _is_check(text) else None)
             if read is not None:
                 found.append(_load(read, name, text))
         elif path.suffix == ".jsonl" and (trace := traced.read(path)) is not None:
-            found.append(_trace(name, trace))
+            found.append(_load(_trace, name, trace))
     if not found:
         raise DataError(
             f"{folder} holds no results that the report knows (results.json, efficiency.json, ablation.json, "
@@ -67,10 +70,10 @@ def find(folder: Path) -> list[Source[Any]]:
     return found
 
 
-def _load(read: Callable[[str, str], Source[Any]], name: str, text: str) -> Source[Any]:
+def _load(read: Callable[[str, Content], Source[Any]], name: str, content: Content) -> Source[Any]:
     try:
         with reading("it", DataError, "it is damaged or of another version: measure again, or move it away"):
-            return read(name, text)
+            return read(name, content)
     except DataError as error:
         raise DataError(f"{name}: {error}") from None
 

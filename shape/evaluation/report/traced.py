@@ -17,9 +17,12 @@ PARTS = ("draft", "verify", "commit")
 # What figures are made of, by type of record.
 _READ: dict[str, dict[str, Any]] = {
     "step": {"step": int, "rows": list[int], "lengths": list[int], **dict.fromkeys(PARTS, float)},
-    "token": {"row": int, "step": int, "depth": int | None, "event": str, "emitted": bool, "source": str | None},
-    "choice": {"row": int, "step": int},
-}
+    "token": {
+        "row": int, "step": int, "depth": int | None, "event": str, "emitted": bool, "source": str | None,
+        "parent": int | None,
+    },
+    "choice": {"row": int, "step": int, "tokens": list[int]},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,13 @@ def test_what_was_missed_twice_is_compiled_too(tiny_target, tmp_path):
     assert Pack.load(tmp_path / "made.pack") == made
 
 
+def test_a_prompt_that_is_too_long_is_named_before_the_first_answer(tiny_target, tmp_path):
+    asked = write_rows(tmp_path / "prompts.jsonl", {"prompt": "one"}, {"id": "long", "prompt": "word " * 300})
+    options = CompileOptions(target="tiny", prompts=str(asked), output=str(tmp_path / "made.pack"))
+    with pytest.raises(DataError, match=r"prompt long of .*prompts.jsonl has \d+ tokens, and with 128 new ones"):
+        compile_pack(options, lambda: (tiny_target, lambda *_, **__: pytest.fail("answered")))
+
+
 def test_verification_by_name(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "task_of_mine.py").write_text("def short(prompt, answer):\n    return len(answer) < 3\n")

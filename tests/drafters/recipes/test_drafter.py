@@ -5,7 +5,7 @@ import torch
 from helpers import GREEDY, committed, pack, prompts
 
 from shape.drafters.recipes.drafter import RecipeDrafter
-from shape.drafters.recipes.misses import Miss, read_misses, recipes_of_misses
+from shape.drafters.recipes.misses import Miss, read_misses, recipes_of_misses, write_misses
 from shape.drafters.recipes.pack import Recipe, merged, pack_of, recipes_of
 from shape.errors import CheckpointError, ConfigError
 from shape.generation.decoder import ShapeDecoder
@@ -42,6 +42,12 @@ def test_misses_are_logged_with_what_followed(tiny_target, tmp_path):
     for text in ([1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7]):
         drafter.draft(committed(text), GREEDY)
     assert read_misses(log) == [Miss([2, 3], [4], []), Miss([3, 4], [5, 6], [])]
+    log.write_text(log.read_text()[:-12])  # a process was killed
+    drafter.bind(tiny_target)
+    write_misses(log, [Miss([5], [6], [])])
+    assert read_misses(log) == [Miss([2, 3], [4], []), Miss([5], [6], [])]
+    with pytest.warns(UserWarning, match="misses cannot be written to .*some are lost"):
+        write_misses(tmp_path, [Miss([5], [6], [])])
     log.write_text("nothing")
     with pytest.raises(CheckpointError, match=r"misses\.jsonl cannot be read"):
         read_misses(log)
