@@ -175,8 +175,11 @@ def _file_rows(path: Path) -> Iterator[tuple[str, str, object]]:
 
 def _lines(path: Path) -> Iterator[str | DataError]:
     """Each line, or why it is no text."""
-    how: dict[str, Any] = {"encoding": "utf-8-sig", "errors": "surrogateescape"}
-    with gzip.open(path, "rt", **how) if path.suffix == ".gz" else open(path, **how) as file:
+    with (
+        gzip.open(path, "rt", encoding="utf-8-sig", errors="surrogateescape")
+        if path.suffix == ".gz"
+        else open(path, encoding="utf-8-sig", errors="surrogateescape") as file
+    ):
         for line in file:
             try:
                 line.encode()
