@@ -182,9 +182,9 @@ def test_a_loss_that_is_no_number_stops_the_run(undisturbed, copy, tiny_target_f
     shutil.rmtree(copy / "checkpoints")
     shard = copy / "features/shard-00001.safetensors"
     tensors = {name: tensor.clone() for name, tensor in load_shard(shard).items()}
-    end = int(tensors["offsets"][6])
-    assert tensors["loss_mask"][end - 2]
-    tensors["hidden"][end - 8] = float("inf")
+    for end in tensors["offsets"][[2, 4, 6]].tolist():  # whichever is learned from first
+        assert tensors["loss_mask"][end - 2]
+        tensors["hidden"][end - 8] = float("inf")
     write_shard(Storage(copy / "features"), Manifest.read(Storage(copy / "features")), 1, tensors)
     options = arguments(tiny_target_folder, data, copy, "--training.batch_size=4", "--training.steps=12")
     said = refused(main, *options, "--training.checkpoint_every=1")

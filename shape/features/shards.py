@@ -10,7 +10,6 @@ stored state, and so on:
 
 import json
 import math
-import os
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -60,7 +59,7 @@ def write_shard(storage: Storage, manifest: Manifest, shard: int, tensors: dict[
     """
     metadata = {"of": _label(manifest, tensors)}
     if storage.folder is not None:
-        with written_whole(storage.folder / shard_name(shard), writer=f".{os.getpid()}") as temporary:
+        with written_whole(storage.folder / shard_name(shard)) as temporary:
             save_file(tensors, temporary, metadata=metadata)
     else:
         storage.write(shard_name(shard), save(tensors, metadata=metadata))

@@ -308,7 +308,7 @@ def _parents(drafts: Tensor) -> Tensor:
 def _off(allowed: float, *distances: float, where: str = "") -> str | None:
     """What to say of states that are too far off, as NaN is; None where all are near enough."""
     wrong = [one for one in distances if not one <= allowed]
-    return f"states are off by {wrong[0]:.2g}{where}" if wrong else None
+    return f"states are off by {max(wrong, key=lambda one: (math.isnan(one), one)):.2g}{where}" if wrong else None
 
 
 def _near_failure(target: Target, support: Support, prompt: Tensor, drafts: Tensor, allowed: float) -> str | None:

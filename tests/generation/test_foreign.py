@@ -1,6 +1,7 @@
 """Checkpoints of other packages draft as ours do, with any tree, hybrid, rule and batch; the text is the target's."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -39,7 +40,8 @@ def foreign(request, tmp_path_factory):
     if network.draft_vocabulary is not None:
         network.draft_vocabulary = torch.arange(0, 64)[torch.randperm(64)[:40].sort().values]
     folder = tmp_path_factory.mktemp("foreign")
-    save(network, folder, form, TargetFacts("", 2, 64, 256))
+    name = "org/target" if form == "speculators" else ""
+    save(network, folder, form, TargetFacts(name, None, 64, 256))
     return folder
 
 
@@ -79,10 +81,12 @@ def test_a_drafter_is_called_by_its_own_name(model, foreign):
         ShapeDecoder.from_pretrained(foreign, target=model, drafter=other)
 
 
-def test_another_target_is_refused(foreign, tiny_target):
+def test_another_target_is_refused(foreign, tiny_target, tmp_path):
     with pytest.raises(TargetMismatch, match="vocabulary"):
         ShapeDecoder.from_pretrained(foreign, target=tiny_target)
     config = json.loads((foreign / "config.json").read_text())
     assert "target_identity" not in config
+    nameless = shutil.copytree(foreign, tmp_path / "nameless")
+    (nameless / "config.json").write_text(json.dumps(config | {"speculators_config": None}))
     with pytest.raises((TargetMismatch, CheckpointError), match="does not say which target"):
-        ShapeDecoder.from_pretrained(foreign)
+        ShapeDecoder.from_pretrained(nameless)

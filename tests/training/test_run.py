@@ -502,7 +502,7 @@ def test_a_run_is_not_resumed_on_other_conversations(trained, tiny_target_folder
     """More to validate on leaves fewer to learn from, of the same data."""
     output = Path(shutil.copytree(trained, tmp_path / "copy"))
     given = arguments(tiny_target_folder, data, output, "--ckpt_path=last", "--validation.prompts=2")
-    assert "conversations (data, limit, or validation.prompts" in refused(main, *given)
+    assert "conversations (data, limit, validation_data, or validation.prompts" in refused(main, *given)
 
 
 @pytest.mark.parametrize(("decoded", "warned"), [(2.9, False), (2.6, True)])

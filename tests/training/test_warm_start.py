@@ -40,7 +40,7 @@ def checkpoint_of(kind: str, target, folder, form: str | None = None):
     if form is None:
         export(network, folder, target.identity, {})
     else:
-        save(network, folder, form, TargetFacts("", 2, target.vocab_size, 256))
+        save(network, folder, form, TargetFacts("org/target", None, target.vocab_size, 256))
     return network
 
 
