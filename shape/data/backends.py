@@ -8,6 +8,7 @@ from transformers import GenerationConfig
 
 from shape.errors import DataError
 from shape.target.chat import Message
+from shape.target.model import Target, announce
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,15 @@ def switched_off(config: GenerationConfig | None, temperature: float) -> dict[st
 def off_in_words(off: Mapping[str, Any]) -> str:
     """What was switched off, as an addition to a sentence; empty where nothing was."""
     return f"; switched off of the target's generation_config: {in_words(off)}" if off else ""
+
+
+def announce_sampling(target: Target, temperature: float) -> dict[str, Any]:
+    """Log what computes where, and what `sampling` switches off of the target's own generation config, which is
+    returned.
+    """
+    off = switched_off(target.model.generation_config, temperature)
+    announce(target, off_in_words(off))
+    return off
 
 
 def in_words(options: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from shape import bundled
+from shape.data.backends import announce_sampling
 from shape.data.conversations import Conversation
 from shape.data.reading import load_conversations
 from shape.drafters import DRAFTERS, Drafter
@@ -17,7 +18,6 @@ from shape.evaluation.options import BenchOptions, several
 from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.results import AUTOREGRESSIVE, SHIPPED_TEXT, SpeedResults
 from shape.evaluation.speed import RESULTS, SpeedSetting, measure_in, refuse_results, settings_of
-from shape.generation.answers import announce_sampling
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.loading import is_language_model, refuse_unknown
 from shape.generation.rules import Match, make_rule

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shape import bundled
-from shape.data.backends import sampling
+from shape.data.backends import announce_sampling, sampling
 from shape.drafters import Drafter, TrainedDrafter, TreeShape, make_drafter
 from shape.drafters.cost import Costs, break_even, expected_length
 from shape.drafters.recipes.drafter import RecipeDrafter
@@ -24,7 +24,6 @@ from shape.evaluation.options import CheckOptions
 from shape.evaluation.prompts import chosen_prompts, refuse_shared_ids, refuse_unfilled, that_fit
 from shape.evaluation.results import SpeedResults
 from shape.evaluation.speed import SpeedSetting, measure
-from shape.generation.answers import announce_sampling
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.loading import draft_dtype, refuse_unknown
 from shape.generation.planning import CANDIDATES, acceptance, plan, record_drafts

@@ -13,7 +13,7 @@ import torch
 from rich.table import Table as ScreenTable
 from tqdm.auto import tqdm
 
-from shape.data.backends import sampling
+from shape.data.backends import announce_sampling, sampling
 from shape.drafters import Drafter, OracleDrafter, make_drafter
 from shape.errors import ConfigError, UnsupportedTarget, require
 from shape.evaluation.environment import Environment
@@ -26,7 +26,6 @@ from shape.evaluation.results import AUTOREGRESSIVE
 from shape.evaluation.runner import Run, by_decoder, by_transformers, rotated
 from shape.evaluation.speed import refuse_results
 from shape.files import write_whole
-from shape.generation.answers import announce_sampling
 from shape.generation.clock import synchronise
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.stats import Step

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from shape.data.backends import Answer, Backend, Request, off_in_words, sampling, switched_off
+from shape.data.backends import Answer, Backend, Request, announce_sampling, sampling
 from shape.data.endpoint import Endpoint, EndpointBackend
 from shape.data.options import CompileOptions
 from shape.data.reading import conversations_of
@@ -23,7 +23,6 @@ from shape.generation.prompts import side_by_side
 from shape.target.chat import Message, answer_message, prompt_ids
 from shape.target.identity import weights_hash
 from shape.target.loading import of_target
-from shape.target.model import Target, announce
 
 
 @dataclass
@@ -160,15 +159,6 @@ def answering(options: RegenerationOptions | CompileOptions, drafter: str) -> Sh
     )
     announce_sampling(decoder.target, options.temperature)
     return decoder
-
-
-def announce_sampling(target: Target, temperature: float) -> dict[str, Any]:
-    """Log what computes where, and what `sampling` switches off of the target's own generation config, which is
-    returned.
-    """
-    off = switched_off(target.model.generation_config, temperature)
-    announce(target, off_in_words(off))
-    return off
 
 
 def make_backend(options: RegenerationOptions) -> Backend:

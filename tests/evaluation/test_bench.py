@@ -11,12 +11,12 @@ from helpers import ROOT, save_untrained, write_rows
 from transformers import GenerationConfig
 
 from shape.cli.bench import main, parser
+from shape.data import backends
 from shape.errors import ConfigError, DataError
 from shape.evaluation.bench import load_methods, named_predictors
 from shape.evaluation.options import BenchOptions
 from shape.evaluation.render import render
 from shape.evaluation.speed import Bench
-from shape.generation import answers
 
 
 @pytest.fixture(scope="module")
@@ -312,7 +312,7 @@ def test_what_is_switched_off_is_announced(tiny_target_folder, tmp_path, monkeyp
     config = GenerationConfig.from_pretrained(folder)
     config.update(top_p=0.8, do_sample=True)
     config.save_pretrained(folder)
-    monkeypatch.setattr(answers, "announce", lambda target, more="": said.append(more))
+    monkeypatch.setattr(backends, "announce", lambda target, more="": said.append(more))
     for temperature in (0.0, [0.0, 1.0]):
         load_methods(BenchOptions(target=str(folder), temperature=temperature))
     assert said == ["", "; switched off of the target's generation_config: top_p=0.8"]
