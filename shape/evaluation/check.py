@@ -82,9 +82,8 @@ def check(options: CheckOptions) -> dict[str, Any]:
     if len(methods) > 1:
         refuse_unfilled(options.batch_size, len(fitting), f"{source} that fit")
     refused = f"a prompt and {options.max_new_tokens} new tokens exceed the target's {target.max_positions} positions"
-    skipped = dict.fromkeys([prompt.id for prompt in prompts], refused)
-    for prompt in fitting:
-        del skipped[prompt.id]
+    known = {prompt.id for prompt in fitting}
+    skipped = {prompt.id: refused for prompt in prompts if prompt.id not in known}
     costs = measure_costs(decoder, options.batch_size, max(map(len, contexts)) + options.max_new_tokens)
     deep = None if decoder.drafter is None else decoder.drafter.with_tree(TreeShape(depth=_DEEPEST, width=1))
     deepest = _DEEPEST if deep is None or deep.tree is None else deep.tree.depth

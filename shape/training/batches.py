@@ -175,10 +175,11 @@ class WholeTextBatches(Batches):
         """The samples of a pool's steps."""
         samples = torch.cat([self.order.step(pool * STEPS_POOLED + each) for each in range(STEPS_POOLED)])
         # A long dialogue's later turns, as texts of their own, may hold nothing to learn within the longest length.
-        known = self._roots(samples) > 0
-        samples = samples[known] if int(known.sum()) >= STEPS_POOLED else samples  # no step without any
-        samples = samples[self._sizes(samples).sort(stable=True).indices]
-        steps = samples.tensor_split(cuts(self._roots(samples), STEPS_POOLED))
+        roots = self._roots(samples)
+        if int((known := roots > 0).sum()) >= STEPS_POOLED:  # else there would be a step without any
+            samples, roots = samples[known], roots[known]
+        order = self._sizes(samples).sort(stable=True).indices
+        steps = samples[order].tensor_split(cuts(roots[order], STEPS_POOLED))
         generator = torch.Generator().manual_seed(derive_seed(self.order.seed, "pool", pool))
         return [steps[turn] for turn in torch.randperm(STEPS_POOLED, generator=generator).tolist()]
 
