@@ -102,19 +102,19 @@ def _by_letters(conversations: Sequence[Conversation]) -> DataStatistics:
 
 def _answered(text: DataStatistics, conversations: Sequence[Conversation], each: int) -> DataStatistics:
     """The same with an answer of so many tokens to every question."""
-    asked = _asked(conversations)
+    asked = _questions(conversations)
     tokens = text.tokens + asked * each
     return DataStatistics(text.conversations, tokens, asked * each / tokens, asked)
 
 
-def _asked(conversations: Sequence[Conversation]) -> float:
+def _questions(conversations: Sequence[Conversation]) -> float:
     """Questions in one conversation, in the mean."""
     return sum(message.role == "user" for one in conversations for message in one.messages) / len(conversations)
 
 
 def _read_again(text: DataStatistics, conversations: Sequence[Conversation]) -> float:
     """Of each token of a text, how often it is read for a later answer: every turn reads the conversation before it."""
-    turns = _asked(conversations)
+    turns = _questions(conversations)
     whole = text.turns > 1 or turns <= 1  # and not every turn a text of its own (`DataStatistics.turn_by_turn`)
     return max(turns - 1, 0.0) / (2 if whole else turns + 1)
 
