@@ -57,9 +57,11 @@ def table(found: Mapping[str, Mapping[str, Any]], at: str) -> str:
     targets = sorted(found.values(), key=lambda one: one["settings"][at]["parameters"])
     first = targets[0]
     rows = [_row(name, one, one["others"][at][name]) for name in first["others"][at] for one in targets]
-    for number, line in enumerate(first["lines"]):
+    for line in first["lines"]:
         for one in targets:
-            figures = one["lines"][number]["at"][at]
+            if (own := next((each for each in one["lines"] if each["label"] == line["label"]), None)) is None:
+                continue  # not measured on that target yet
+            figures = own["at"][at]
             alike = show(mean(lengths_alike(one["trained"][line["variant"]].values())))
             rows.append(_row(line["label"], one, figures["summary"], alike, next(iter(figures["drafts"]))))
     settings = first["settings"][at]

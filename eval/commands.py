@@ -13,7 +13,7 @@ from jsonargparse import auto_cli
 from shape import bundled
 from shape.drafters import Drafter
 from shape.errors import ConfigError, exit_on_error
-from shape.evaluation.environment import Environment
+from shape.evaluation.environment import Environment, code_commit
 from shape.evaluation.estimates import Sums
 from shape.generation.decoder import ShapeDecoder
 from shape.networks.base import Predictor
@@ -65,6 +65,7 @@ def program(command: Callable[[Any], Any], options: Any) -> Callable[..., None]:
 
     def main(arguments: Sequence[str] | None = None) -> None:
         with exit_on_error():
+            code_commit()  # as it is now: others may follow while it measures
             command(auto_cli(options, as_positional=False, args=None if arguments is None else list(arguments)))
 
     return main
@@ -81,7 +82,7 @@ def write_results(
     """Write `NAME.json` and, of some paragraphs, `NAME.md`, whose text is returned; both say where that was measured.
 
     Args:
-        environment: where results are written more than once, that of before; default: this machine's CPU, now.
+        environment: default: this machine's CPU, now.
     """
     environment = environment or Environment.capture(torch.device("cpu"))
     folder.mkdir(parents=True, exist_ok=True)

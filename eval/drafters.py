@@ -179,7 +179,7 @@ def _first_tokens(target: Target, drafter: RecipeDrafter, prompts: Sequence[Prom
     steps = hits = right = 0
     for prompt in prompts:
         ids = target.encode(prompt.opening, prompt.template)
-        out = decoder.generate(ids, max_new_tokens=most, return_dict_in_generate=True, trace=True)
+        out = decoder.generate(ids, max_new_tokens=most, do_sample=False, return_dict_in_generate=True, trace=True)
         assert isinstance(out, ShapeOutput) and out.trace is not None
         steps += out.stats.forwards
         hits += out.stats.draft_steps

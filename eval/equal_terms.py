@@ -30,6 +30,7 @@ from eval import commands
 from eval.ablate import ablate, parse
 from eval.ablation.options import AblationOptions, SearchOptions
 from eval.ablation.plan import merged_options
+from eval.ablation.results import where_trained
 from eval.ablation.search import SHAPES, search
 from shape import bundled
 from shape.data.conversations import evenly
@@ -192,7 +193,9 @@ def compare(found: AblationOptions, place: Path, title: str, common: dict[str, A
 def _compared(options: Mapping[str, Any]) -> Any:
     """What of an ablation's options decides what is compared, as JSON has it."""
     variants = {name: what for name, what in options["variants"].items() if name in (options["only"] or (name,))}
-    return json.loads(json.dumps([list(variants), variants, options["common"], options["seeds"]]))
+    measure = {name: value for name, value in options["measure"].items() if name != "prompts"}  # of another folder
+    others = [options[name] for name in ("base", "common", "seeds", "target", "jobs")]
+    return json.loads(json.dumps([list(variants), variants, measure, *others]))
 
 
 def _but_tables(folder: str, names: Sequence[str]) -> list[str]:
@@ -369,7 +372,10 @@ def table(found: Mapping[str, dict[str, Any]], at: str) -> str:
             " In one shape for all: acceptance length on validation prompts at temperature 0, a mean over the seeds "
             f"and their range, where all draft alike, {_alike(first)}."
         )
-    return "\n\n".join([markdown(header, rows), note, place.line()])
+    trained_at = {name: [one["environment"] for one in each.values()] for name, each in first["trained"].items()}
+    measured = {one.commit: one.line() for one in (Environment(**found[name]["environment"]) for name in names[::-1])}
+    where = [where_trained(trained_at, place.commit), *reversed(measured.values())]
+    return "\n\n".join([markdown(header, rows), note, *filter(None, where)])
 
 
 def lengths_alike(trained: Iterable[Mapping[str, Any]]) -> list[float]:

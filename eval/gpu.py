@@ -68,7 +68,7 @@ from eval.gpu_steps import (
 )
 from eval.llamas import Widths, random_llama
 from shape.drafters import TrainedDrafter
-from shape.errors import ConfigError
+from shape.errors import ConfigError, how_to_install
 from shape.evaluation.environment import Environment
 from shape.evaluation.journal import JOURNAL, Journal
 from shape.evaluation.markdown import markdown, show
@@ -260,7 +260,7 @@ def run(options: GpuOptions) -> None:
     finished = not any(reason.endswith(": no time left") for reason in record.left_out)
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if options.work is not None and missing:
-        print(f"the baselines are left out: {', '.join(missing)} not installed; pip install 'shape-decoding[train]'")
+        print(f"the baselines are left out: {', '.join(missing)} not installed; {how_to_install('train')}")
     elif finished and options.work is not None:
         finished = baselines(options, record.deadline)
     print("finished" if finished else "the time is over, and it is not finished: call it again", flush=True)

@@ -66,7 +66,9 @@ def decoders(target: str, predictor: str) -> dict[Case, ShapeDecoder]:
     """Plain and drafted in every precision; both of one loaded target."""
     found: dict[Case, ShapeDecoder] = {}
     for backend, dtype, weights in PRECISIONS:
-        given: dict[str, Any] = {} if backend == "torch" else {"backend": backend, "quantize": weights}
+        given: dict[str, Any] = (
+            {"device_map": "cpu"} if backend == "torch" else {"backend": backend, "quantize": weights}
+        )
         drafted = ShapeDecoder.from_pretrained(target, predictor=predictor, dtype=dtype, **given)
         found[backend, dtype, weights, "plain"] = ShapeDecoder(drafted.target)
         found[backend, dtype, weights, "drafted"] = drafted
@@ -77,15 +79,16 @@ def measure(
     cases: dict[Case, ShapeDecoder], prompts: list[torch.Tensor], max_new_tokens: int, repeats: int
 ) -> dict[Case, list[Spent]]:
     """Of every case an entry per prompt: the fastest of some repeats, and the share of them that answer as plain."""
+    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
     for decoder in tqdm(cases.values(), "warm-up"):
         decoder.warm_up()
-        decoder.generate(prompts[0], max_new_tokens=max_new_tokens)
+        decoder.generate(prompts[0], **how)
     found: dict[Case, list[Spent]] = defaultdict(list)
     for turn, ids in enumerate(tqdm(prompts, "prompts")):
         runs: dict[Case, list[ShapeOutput]] = defaultdict(list)
         for repeat in range(repeats):
             for case in rotated(list(cases), turn + repeat):
-                done = cases[case].generate(ids, max_new_tokens=max_new_tokens, return_dict_in_generate=True)
+                done = cases[case].generate(ids, **how, return_dict_in_generate=True)
                 runs[case].append(done)
         for case, outputs in runs.items():
             plain = runs[(*case[:3], "plain")][0].sequences
@@ -122,10 +125,11 @@ def run(options: OpenVinoOptions) -> None:
     prompts = [target.encode(prompt.opening, prompt.template) for prompt in chosen]
     found = measure(cases, prompts, options.max_new_tokens, options.repeats)
     record = {
-        "settings": {name: getattr(options, name) for name in ("name", "limit", "max_new_tokens", "repeats")},
+        "settings": {name: value for name, value in asdict(options).items() if name != "output"},
         "answers": {" ".join(map(str, case)): [asdict(answer) for answer in some] for case, some in found.items()},
     }
-    told = f"{Path(options.target).name}, {len(prompts)} prompts, {options.max_new_tokens} new tokens, batch 1, greedy"
+    asked = f"{len(prompts)} prompts, at most {options.max_new_tokens} new tokens, batch 1, greedy"
+    told = f"{Path(options.target).name}, {asked}"
     page, environment = [f"# OpenVINO beside torch: {told}", table(found)], Environment.capture(target.device)
     print(commands.write_results(options.output, options.name, record, *page, environment=environment))
 

@@ -97,7 +97,8 @@ def speed_up(found: AllResults) -> Table:
     for path, results in found.speed.items():
         names = [name for name in results.methods if name.startswith(LOOKAHEAD)]
         ruled = any(", acceptance " in what for what in results.methods.values())
-        if any(map(_is_trained, results.methods.values())) and not ruled and not names:
+        alone = results.settings.get("batch", 1) == 1 and not results.settings.get("context_length")
+        if any(map(_is_trained, results.methods.values())) and alone and not ruled and not names:
             settings = results.settings
             groups.setdefault((settings["target"], settings["prompts"]), {})[path] = results
     parts = []

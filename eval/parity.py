@@ -26,8 +26,9 @@ from shape import bundled
 from shape.data.backends import until_end
 from shape.drafters import TreeShape
 from shape.errors import ConfigError, ShapeError
-from shape.evaluation.environment import Environment
+from shape.evaluation.environment import code_commit
 from shape.evaluation.estimates import Estimate, Sums, over_prompts, ratio
+from shape.evaluation.journal import refuse_other
 from shape.evaluation.markdown import DASH, Table, markdown, share, show
 from shape.evaluation.prompts import chosen_prompts
 from shape.generation.decoder import ShapeDecoder
@@ -246,10 +247,14 @@ def run(options: ParityOptions) -> dict[str, Any]:
     """Measures the methods, and writes them beside those in parity.json."""
     if unknown := [name for name in options.methods if name not in METHODS]:
         raise ConfigError(f"{unknown[0]} is no method here; choose from {', '.join(METHODS)}")
-    environment = Environment.capture(torch.device("cpu"))  # before the results that are written differ from the commit
     folder = Path(options.output)
     known = folder / "parity.json"
-    methods = json.loads(known.read_text(encoding="utf-8"))["methods"] if known.exists() else {}
+    before = json.loads(known.read_text(encoding="utf-8")) if known.exists() else {"methods": {}}
+    if before["methods"]:
+        asked = {name: getattr(options, name) for name in ("prompts", "limit", "max_new_tokens", "minutes")}
+        theirs = {**before["options"], "commit": before["environment"]["commit"]}
+        refuse_other(known, theirs, {**asked, "commit": code_commit()})
+    methods = before["methods"]
     parity = Parity(options)
     plain = parity.vllm("plain", {})
     for name in options.methods:
@@ -257,7 +262,7 @@ def run(options: ParityOptions) -> dict[str, Any]:
         record = {"options": asdict(options), "methods": methods}
         given = "\n".join(command for found in methods.values() for command in found["commands"])
         parts = ["### Parity with vLLM", *(markdown(*table) for table in tables(methods)), note(record["options"])]
-        commands.write_results(folder, "parity", record, *parts, f"```\n{given}\n```", environment=environment)
+        commands.write_results(folder, "parity", record, *parts, f"```\n{given}\n```")
     return methods
 
 

@@ -25,6 +25,7 @@ from eval.llamas import SIZES, Widths, random_llama
 from shape.errors import ConfigError
 from shape.evaluation.markdown import markdown, share, show
 from shape.evaluation.prompts import chosen_prompts
+from shape.evaluation.runner import rotated
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput
 from shape.target.model import Target
@@ -136,7 +137,7 @@ def answer(options: PrecisionsOptions) -> list[Answers]:
         lengths: list[int] = []
         for number, prompt in enumerate([prompts[0], *prompts]):  # the first one warms up
             ids = drafted.target.encode(prompt.opening)
-            for decoder, kept in zip((plain, drafted), outputs, strict=True):
+            for decoder, kept in rotated([(plain, outputs[0]), (drafted, outputs[1])], number):
                 out = decoder.generate(
                     ids, max_new_tokens=options.max_new_tokens, do_sample=False, return_dict_in_generate=True
                 )

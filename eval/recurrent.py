@@ -24,7 +24,7 @@ from eval.peers.oracle import Charged, SteadyOracle, untrained_predictor
 from eval.peers.systems import draft_depth
 from shape.evaluation.estimates import Estimate, over_prompts, relative_rate
 from shape.evaluation.markdown import markdown
-from shape.evaluation.runner import Runner, by_decoder, by_transformers
+from shape.evaluation.runner import Runner, by_decoder, by_transformers, rotated
 from shape.generation.decoder import ShapeDecoder
 from shape.networks.config import MTP_TARGETS
 from shape.target.model import Target
@@ -118,10 +118,10 @@ def measure(name: str, target: Target, options: RecurrentOptions) -> list[Case]:
     spent = {method: [Spent()] * len(prompts) for method in runners}
     for runner in runners.values():  # warms up
         runner([prompts[0]], [0])
-    for _ in tqdm(range(options.rounds), desc=name):
+    for turn in tqdm(range(options.rounds), desc=name):
         for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            for method, runner in runners.items():
-                run = runner([prompt], [0])
+            for method in rotated(list(runners), turn + number):
+                run = runners[method]([prompt], [0])
                 forwards = run.timed_tokens if run.stats is None else run.stats.forwards
                 same = run.sequences[0] == answer
                 spent[method][number] += Spent(run.decode_seconds, run.timed_tokens, forwards, same)

@@ -100,8 +100,9 @@ def run(options: ReproducibleOptions) -> None:
         for one in cases
     ]  # fmt: skip
     note = (
-        f"The shipped target in bfloat16, at most 96 new tokens, batch size 1, {options.rounds} rounds in turn, "
-        "without prefills. Same again: answers that equal those of the round before, token for token."
+        f"{Path(options.predictor).name} with its target in bfloat16, at most 96 new tokens, batch size 1, "
+        f"{options.rounds} rounds in turn, without prefills. Same again: answers that equal those of the round before, "
+        "token for token."
     )
     record = {"rows": [asdict(one) for one in cases]}
     parts = ["### Reproducible calls", markdown(head, cells), note]

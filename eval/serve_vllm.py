@@ -238,11 +238,6 @@ def run(options: ServingOptions) -> None:
             json.dumps(run_server(job) if job.kind == "server" else run_engine(job)), encoding="utf-8"
         )
         return
-    import torch
-
-    from shape.evaluation.environment import Environment
-
-    environment = Environment.capture(torch.device("cpu"))
     jobs = [Job("batches", _PLAIN, options.compiled)]
     for drafter in _DRAFTERS[1:]:
         jobs += [Job("batches", drafter, options.compiled), *(Job(kind, drafter, False) for kind in _LABELS)]
@@ -255,7 +250,7 @@ def run(options: ServingOptions) -> None:
         print(f"{job.kind}, {job.drafter}", flush=True)
         found.setdefault(job.kind, {})[job.drafter] = run_job(job, options.engines)
         parts = render(found, options.compiled)
-        page = commands.write_results(options.output, "vllm", _figures(found), *parts, environment=environment)
+        page = commands.write_results(options.output, "vllm", _figures(found), *parts)
     print(page)
 
 

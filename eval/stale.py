@@ -24,22 +24,31 @@ from shape.evaluation.markdown import DASH, markdown
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "eval" / "results"
 
-_DECODING = tuple(f"shape/{name}" for name in ("drafters", "generation", "networks", "target", "verification"))
-_MEASURED = (*_DECODING, *(f"shape/evaluation/{name}.py" for name in ("speed", "runner", "estimates", "prompts")))
+_DECODED = (
+    *(f"shape/{name}" for name in ("drafters", "generation", "networks", "target", "verification")),
+    "shape/loops.py",
+)
+_DECODING = (*_DECODED, "shape/evaluation/runner.py")  # with the stopwatch of all measurements
+_MEASURED = (
+    *_DECODING,
+    *(f"shape/evaluation/{name}.py" for name in ("speed", "estimates", "methods", "prompts", "results")),
+)
+_FORWARDS = ("shape/target", "shape/verification", "shape/evaluation/efficiency.py", "eval/forwards.py")
 _TRAINING = ("shape/training", "shape/features", "shape/networks", "configs/ablations")
 # By the beginning of a result's path below eval/results, the longest counts: the files and folders that it measures.
 MEASURES = {
     "ablations/": (*_MEASURED, *_TRAINING, "eval/ablation"),
     "analysis/": ("shape/networks", "shape/verification", "eval/analysis", "eval/analyze.py"),
-    "architectures": ("shape/target", "shape/verification", "eval/architectures.py"),
+    "architectures": ("shape/target", "shape/verification", "eval/architectures.py", "eval/families.py"),
     "batches/": (*_DECODING, "shape/evaluation/efficiency.py"),
     "amx/": (*_MEASURED, "checkpoints/quickstart-shape"),
+    "amx/loops/": (*_DECODING, "eval/loops.py"),
     "amx/peers/": (*_DECODING, "eval/peers"),
-    "amx/precisions/": ("shape/target", "eval/precisions.py"),
+    "amx/precisions/": (*_FORWARDS, "eval/precisions.py"),
     "amx/products/": ("shape/target", "eval/products.py"),
     "avx2/": (*_MEASURED, "checkpoints/quickstart-shape"),
     "avx2/peers/": (*_DECODING, "eval/peers"),
-    "avx2/precisions/": ("shape/target", "eval/precisions.py"),
+    "avx2/precisions/": (*_FORWARDS, "eval/precisions.py"),
     "chat-12m/": _MEASURED,
     "choices/": ("shape/verification", "eval/choices.py"),
     "compressed/": (*_MEASURED, "eval/drafters.py"),
@@ -49,14 +58,14 @@ MEASURES = {
     "features/": ("shape/features", "eval/feature_throughput.py"),
     "gpu/": (*_MEASURED, "eval/gpu.py", "eval/gpu_steps.py"),
     "products/": ("shape/target", "eval/products.py"),
-    "forwards/": ("shape/target", "shape/verification", "eval/forwards.py"),
+    "forwards/": _FORWARDS,
     "geodesic/": (*_MEASURED, "eval/drafters.py"),
     "lookahead/": (*_MEASURED, "eval/drafters.py"),
     "loops/": (*_DECODING, "eval/loops.py"),
-    "openvino/": ("shape/target", "shape/drafters", "eval/openvino.py"),
+    "openvino/": (*_DECODED, "eval/openvino.py"),
     "parity/": (*_DECODING, "shape/serving", "eval/parity.py"),
     "peers/": (*_DECODING, "eval/peers"),
-    "precisions/": ("shape/target", "eval/precisions.py"),
+    "precisions/": (*_FORWARDS, "eval/precisions.py"),
     "quality/": (*_DECODING, "eval/quality.py", "eval/text_quality"),
     "recipes/": (*_MEASURED, "eval/drafters.py"),
     "recurrent/": (*_DECODING, "eval/recurrent.py", "eval/peers/oracle.py"),
@@ -64,7 +73,7 @@ MEASURES = {
     "rules/": _MEASURED,
     "serving/": ("shape/serving", "shape/drafters", "shape/networks", "eval/serve_vllm.py"),
     "shipped/": (*_MEASURED, "checkpoints/quickstart-shape"),
-    "sizes/": ("shape/networks", "shape/target", "eval/default_sizes.py"),
+    "sizes/": ("shape/networks", "shape/target", "shape/generation/timing.py", "eval/default_sizes.py"),
     "tables/": ("eval/tables.py", "eval/paper_tables.py"),
     "tables/runs/latency/": (*_DECODING, "eval/latency.py"),
     "tables/runs/lookahead/": _MEASURED,
@@ -72,7 +81,7 @@ MEASURES = {
     "training-memory/": ("shape/training", "shape/networks", "eval/training_memory.py"),
     "training-plans/": ("shape/training", "shape/features", "train", "eval/training_plans.py"),
     "training-speed/": ("shape/training", "shape/networks", "eval/training_speed.py"),
-    "transport-cost/": ("shape/networks", "shape/training", "eval/transport_cost.py"),
+    "transport-cost/": (*_DECODING, "shape/training", "eval/transport_cost.py"),
     "warm-start/": (*_MEASURED, *_TRAINING[:3], "eval/warm_start.py"),
     "worthwhile/": (*_MEASURED, "eval/worthwhile.py"),
 }

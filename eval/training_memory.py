@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from eval import commands
-from shape.evaluation.environment import Environment
+from shape.evaluation.journal import refuse_other
 from shape.evaluation.markdown import markdown
 from shape.files import human_bytes
 from shape.networks import layers
@@ -223,20 +223,21 @@ def counted(name: str, sizes: Sizes, small_too: bool) -> dict[str, Any]:
 
 
 def run(options: MemoryOptions) -> None:
-    environment = Environment.capture(torch.device("cpu"))  # before the results that are written differ from the commit
     path = Path(options.output, "memory.json")
     rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
+    for row in rows:
+        refuse_other(path, row, {"tokens": options.tokens})
     for width in options.widths:
         for name in options.networks:
             if any((row["width"], row["tokens"], row["network"]) == (width, options.tokens, name) for row in rows):
                 continue
             sizes = Sizes(width, options.tokens, feed_forward=width * 7 // 2)
             rows.append(counted(name, sizes, small_too=width == max(options.widths)))
-            write(options, rows, environment)
-    print(write(options, rows, environment))
+            write(options, rows)
+    print(write(options, rows))
 
 
-def write(options: MemoryOptions, rows: Sequence[dict[str, Any]], environment: Environment) -> str:
+def write(options: MemoryOptions, rows: Sequence[dict[str, Any]]) -> str:
     large = [
         [f"{row['width']:,}", row["network"], human_bytes(row["fixed"]), *map(human_bytes, row["counted"].values())]
         for row in rows
@@ -261,7 +262,7 @@ def write(options: MemoryOptions, rows: Sequence[dict[str, Any]], environment: E
         "without storage says.",
         markdown(["width", "network", *WAYS], small_rows),
     ]
-    return commands.write_results(Path(options.output), "memory", {"rows": rows}, *parts, environment=environment)
+    return commands.write_results(Path(options.output), "memory", {"rows": rows}, *parts)
 
 
 main = commands.program(run, MemoryOptions)

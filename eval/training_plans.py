@@ -92,7 +92,7 @@ def plan(recipe: Path, network: str, more: Sequence[str], text: DataStatistics) 
     states = text.conversations * text.tokens * len(resolved.feature_options().stored) * size.hidden_size * 2
     return {
         "recipe": recipe.stem, "network": network, "gpus": resolved.trainer.processes, "learned": found.learned,
-        "positions": training.steps * training.batch_size, "passes": training.steps * training.batch_size
+        "positions": training.steps * training.batch_size, "epochs": training.steps * training.batch_size
         / text.positions, "memory": found.memory, "disk": found.disk, "stored": states,
         "hours": {**found.hours.parts, **written}, "how": found.hours.how,
     }  # fmt: skip
@@ -110,13 +110,13 @@ def run(options: PlanOptions) -> None:
 
 def write(options: PlanOptions, rows: Sequence[dict[str, Any]]) -> str:
     header = [
-        "recipe", "network", "GPUs", "parameters", "positions", "passes", "memory of a GPU", "disk",
+        "recipe", "network", "GPUs", "parameters", "positions", "epochs", "memory of a GPU", "disk",
         "features, if stored", "hours", "of these",
     ]  # fmt: skip
     table = [
         [
             row["recipe"], row["network"], str(row["gpus"]), f"{row['learned'] / 1e6:,.0f}M",
-            f"{row['positions'] / 1e6:,.0f}M", f"{row['passes']:.2g}", human_bytes(sum(row["memory"].values())),
+            f"{row['positions'] / 1e6:,.0f}M", f"{row['epochs']:.2g}", human_bytes(sum(row["memory"].values())),
             human_bytes(sum(row["disk"].values())), human_bytes(row["stored"]), f"{sum(row['hours'].values()):.2g}",
             ", ".join(f"{name} {each:.2g}" for name, each in row["hours"].items()),
         ]

@@ -24,7 +24,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shape.evaluation.environment import Environment
+    pass
 
 ROOT = Path(__file__).resolve().parents[1]
 NETWORKS = {"default": "quickstart", "EAGLE-3": "eagle", "DFlash": "dflash"}
@@ -173,25 +173,32 @@ def padding(file: str, batch_size: int) -> dict[str, Any]:
 
 
 def run(options: SpeedOptions) -> None:
-    import torch
+    from shape.evaluation.journal import refuse_other
 
-    from shape.evaluation.environment import Environment
-
-    environment = Environment.capture(torch.device("cpu"))  # before the results that are written differ from the commit
     path = Path(options.output, "speed.json")
     known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if known:
+        refuse_other(path, known.get("settings", {}), _settings(options))
     rows, counted = known.get("rows", []), known.get("padding", [])
-    counted += [padding(file, size) for file in options.texts for size in (1024, 8192)]
-    text = write(options, rows, counted, environment)
+    padded = {(each["file"], each["batch_size"]) for each in counted}
+    asked = [(file, size) for file in options.texts for size in (1024, 8192) if (Path(file).name, size) not in padded]
+    counted += [padding(*each) for each in asked]
+    text = write(options, rows, counted)
     for name in options.networks:
         rows.append(measured(name, options))
-        text = write(options, rows, counted, environment)
+        text = write(options, rows, counted)
     print(text)
 
 
-def write(
-    options: SpeedOptions, rows: Sequence[dict[str, Any]], counted: Sequence[dict[str, Any]], environment: "Environment"
-) -> str:
+def _settings(options: SpeedOptions) -> dict[str, Any]:
+    """What all rows share."""
+    from shape.evaluation.environment import code_commit
+
+    names = ("steps", "batch_size", "rounds", "limit", "more")
+    return {**{name: getattr(options, name) for name in names}, "commit": code_commit()}
+
+
+def write(options: SpeedOptions, rows: Sequence[dict[str, Any]], counted: Sequence[dict[str, Any]]) -> str:
     from eval import commands
     from shape.evaluation.markdown import DASH, markdown
 
@@ -223,8 +230,8 @@ def write(
             ],
         ),
     ]  # fmt: skip
-    record = {"rows": rows, "padding": counted}
-    return commands.write_results(Path(options.output), "speed", record, *parts, environment=environment)
+    record = {"settings": _settings(options), "rows": rows, "padding": counted}
+    return commands.write_results(Path(options.output), "speed", record, *parts)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

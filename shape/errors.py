@@ -117,7 +117,7 @@ def exit_on_error(interrupted: str = "") -> Iterator[None]:
         _speak_utf8()
     ours = current_thread() is main_thread()
     before = signal.signal(signal.SIGTERM, signal.default_int_handler) if ours else None
-    warnings.formatwarning = _warned  # type: ignore[assignment]  # of fewer names
+    told, warnings.formatwarning = warnings.formatwarning, _warned  # type: ignore[assignment]  # of fewer names
     try:
         yield
     except ShapeError as error:
@@ -126,7 +126,7 @@ def exit_on_error(interrupted: str = "") -> Iterator[None]:
         extra = next((extra for extra, modules in _EXTRAS.items() if (error.name or "").split(".")[0] in modules), None)
         if extra is None:
             raise
-        sys.exit(_report(f'this needs {error.name}, which is not installed; pip install "shape-decoding[{extra}]"'))
+        sys.exit(_report(f"this needs {error.name}, which is not installed; {how_to_install(extra)}"))
     except Exception as error:
         explained = _explained(error)
         if explained is None:
@@ -139,7 +139,7 @@ def exit_on_error(interrupted: str = "") -> Iterator[None]:
         print("; ".join(filter(None, ("interrupted", interrupted))), file=sys.stderr)
         sys.exit(130)
     finally:
-        warnings.formatwarning = _of_python
+        warnings.formatwarning = told
         if before is not None:
             signal.signal(signal.SIGTERM, before)
 
@@ -247,6 +247,11 @@ def _out_of_memory(place: str, error: Exception) -> str:
 def _report(message: str) -> int:
     print(f"error: {message}", file=sys.stderr)
     return 2
+
+
+def how_to_install(extra: str) -> str:
+    """Of what belongs to an extra of this package, which no index has."""
+    return f'pip install -e ".[{extra}]" in the checkout of shape'
 
 
 def did_you_mean(given: str, known: Collection[str]) -> str:

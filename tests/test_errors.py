@@ -83,6 +83,9 @@ def test_our_warnings_are_a_line_without_a_place():
         assert warnings.formatwarning("of ours", UserWarning, shape.errors.__file__, 7) == "warning: of ours\n"
         told = warnings.formatwarning("of others", UserWarning, "other.py", 7, "")
         assert told == "other.py:7: UserWarning: of others\n"
+        with exit_on_error():
+            pass
+        assert warnings.formatwarning("of ours", UserWarning, shape.errors.__file__, 7) == "warning: of ours\n"
     assert warnings.formatwarning("of ours", UserWarning, shape.errors.__file__, 7) != "warning: of ours\n"
 
 

@@ -304,7 +304,7 @@ def test_without_the_package_the_folder_says_what_to_install(exported, tmp_path)
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)}
     script = str(exported / "custom_generate" / "generate.py")
     ran = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=60)
-    assert "needs the package shape-decoding; install it" in ran.stderr
+    assert "needs the package shape-decoding; install it from its repository" in ran.stderr
     assert dynamic_module_utils.get_imports(script) == []
 
 

@@ -114,7 +114,7 @@ def test_a_missing_extra_is_one_sentence(extra, arguments, tmp_path):
     results.mkdir()
     done = without_extras(*[results if each == "RESULTS" else each for each in arguments])
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr[-2000:]
-    assert f'pip install "shape-decoding[{extra}]"' in done.stderr
+    assert f'pip install -e ".[{extra}]" in the checkout of shape' in done.stderr
 
 
 @pytest.fixture(scope="session")

@@ -314,7 +314,7 @@ def _nf4() -> BitsAndBytesConfig:
 )
 def test_quantisers_that_are_installed(tmp_path, package, config: Callable[[], Any]):
     """On the shipped target: 4-bit blocks do not fit into smaller matrices."""
-    pytest.importorskip(package, reason=f"{package} is not installed: pip install 'shape-decoding[quant]'")
+    pytest.importorskip(package, reason=f"{package} is not installed: pip install -e '.[quant]'")
     folder = bundled.resolve("quickstart-target")
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=config())
     assert_same_as_plain(model)
@@ -328,7 +328,7 @@ def test_quantisers_that_are_installed(tmp_path, package, config: Callable[[], A
 
 @pytest.mark.filterwarnings("ignore:MatMul8bitLt")
 def test_outliers_taken_out_of_8_bit_products_are_reported(tiny_target_folder):
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install 'shape-decoding[quant]'")
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install -e '.[quant]'")
     config = BitsAndBytesConfig(load_in_8bit=True)
     model = LlamaForCausalLM.from_pretrained(tiny_target_folder, dtype=torch.float32, quantization_config=config)
     with pytest.warns(UserWarning, match=r"change each other"):

@@ -3,7 +3,7 @@
 #   train/torchrun.sh 8 --target T --data D --output DIR
 # on several, the same on each, with its number, the first one's address, and a folder that all of them see:
 #   NODES=2 NODE=0 HEAD=host0:29500 train/torchrun.sh 8 --target T --data D --output /shared/DIR
-# Where a run was stopped, give the same with --ckpt_path last; the number of processes may be another one.
+# Where a run was stopped, give the same, with --ckpt_path last once training itself has begun; the number of processes may be another one.
 set -euo pipefail
 processes=${1:?give the number of processes per machine, then the options of shape.train}
 shift

@@ -29,8 +29,7 @@ class MeasureOptions:
         repeats: timed runs per answer, of which the median counts.
         warmup: prompts answered once by every method before.
         seed: of the sampling.
-        examined: so many of the prompts are decoded once more, untimed and traced, to count acceptance by depth and the
-            operations of a draft.
+        examined: so many of the prompts are decoded once more, untimed and traced, to count acceptance by depth.
         device_map: where the target is put; default: on a GPU where there is one.
         fit: on so many validation prompts every trained variant is measured with every shape of `eval.ablation.search`,
             at each temperature, and drafts in the fastest; 0 leaves each its own.

@@ -1,7 +1,7 @@
 """What an ablation found, and its tables: see `eval.ablate`, which makes it."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import mean
 from typing import Any
@@ -235,6 +235,7 @@ class Ablation:
             else f"One seed ({seeds[0]}): intervals are over prompts, and say nothing about other trainings. "
         )
         joint = first.record.get("joint") or first.record.get("together")  # as it was called before
+        trained = {name: [one.environment for one in each.values()] for name, each in self.trained.items()}
         at_once = " (all variants of a seed at once, and so the seconds of all)" if joint else ""
         return [
             f"Target {settings['target']} ({settings['parameters'] / 1e6:.1f}M parameters, {settings['dtype']} while "
@@ -245,8 +246,23 @@ class Ablation:
             "of its matrix products, and peak is what a large one of the same precision reaches. Accepted at: of the "
             f"drafts of {min(self.examined, settings['count'])} prompts that reached a depth, the share of which a "
             "token was accepted there.",
+            *filter(None, [where_trained(trained, self.environment.commit)]),
             self.environment.line(),
         ]
+
+
+def where_trained(trained: Mapping[str, Iterable[Mapping[str, Any]]], measured: str | None) -> str:
+    """A sentence with the commits of trainings, unless all are the measurement's: environments by variant."""
+    found: dict[str, list[str]] = {}
+    for variant, environments in trained.items():
+        for commit in dict.fromkeys(str(one.get("commit")) for one in environments):
+            found.setdefault(commit, []).append(variant)
+    if found.keys() <= {str(measured)}:
+        return ""
+    if len(found) == 1:
+        return f"Trained at commit {next(iter(found))}."
+    several = [f"{commit} ({', '.join(names)})" for commit, names in found.items()]
+    return f"Trained at commits {', '.join(several)}."
 
 
 _TEXTS = (

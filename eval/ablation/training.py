@@ -17,7 +17,7 @@ from safetensors import safe_open
 from eval.ablation.plan import Run, by_seed
 from eval.ablation.results import Trained
 from eval.commands import child_variables
-from shape.errors import CheckpointError
+from shape.errors import CheckpointError, ConfigError
 from shape.evaluation.environment import Environment
 from shape.files import reading, typed, write_whole
 
@@ -76,7 +76,13 @@ def train(run: Run, threads: int) -> Trained:
     if not _is_done(run):
         _carry_out("shape.train", [f"--config={_options_file(run)}"], run.name, run.folder, threads)
         _keep(run, threads)
-    return _kept(run)
+    found = _kept(run)
+    if run.options.training.max_minutes is not None and found.environment["threads"] != threads:
+        raise ConfigError(
+            f"{run.folder} was trained with {found.environment['threads']} threads, and in the same time {threads} do "
+            "other work; give the same jobs, or another output folder"
+        )
+    return found
 
 
 def train_together(runs: Sequence[Run], output: Path) -> dict[str, dict[int, Trained]]:

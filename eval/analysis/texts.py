@@ -36,7 +36,7 @@ def answered(decoder: ShapeDecoder, prompts: Sequence[list[int]], max_new_tokens
     """The target's greedy answers to prompts, as texts of which the answers count."""
     for number, prompt in enumerate(prompts):
         ids = torch.tensor([prompt], device=decoder.target.device)
-        text = decoder.generate(ids, max_new_tokens=max_new_tokens)
+        text = decoder.generate(ids, max_new_tokens=max_new_tokens, do_sample=False)
         assert isinstance(text, Tensor)
         row = text[0].cpu()
         yield Encoded(str(number), row, torch.arange(len(row)) >= len(prompt))

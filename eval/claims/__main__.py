@@ -3,7 +3,7 @@
     python -m eval.claims    # writes docs/research/claims.md
 
 Theirs are their own claims (`eval/claims/systems.py`). Ours are read from committed results, and so are the verdicts
-where both can be compared: run this again when a table has been measured again.
+where both can be compared, but for two that say "by test": run this again when a table has been measured again.
 """
 
 from pathlib import Path, PurePosixPath

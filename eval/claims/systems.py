@@ -55,7 +55,9 @@ def adaptive(read: Committed, temperature: int) -> Ours:
     fixed = {n: read.speed_up(folder, f"{n} tokens") for n in (1, 2, 4, 6, 8)}
     best, own = max(fixed, key=fixed.__getitem__), read.speed_up(folder, "adaptive")
     told = f"{own:.2f}x; fixed at 4 {fixed[4]:.2f}x, at its best ({best}) {fixed[best]:.2f}x"
-    return f"{told}, by cost {read.speed_up(folder, 'cost'):.2f}x", own >= fixed[best]
+    return f"{told}, by cost {read.speed_up(folder, 'cost'):.2f}x", above(
+        read.line(folder, "adaptive")["speed_up"], read.line(folder, f"{best} tokens")["speed_up"]
+    )
 
 
 def rollback(read: Committed) -> Ours:

@@ -8,7 +8,7 @@ run makes the environments and models, which takes most of an hour and 25 GB; `-
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from tqdm import tqdm
 from eval import commands
 from eval.peers.environments import Program, model_of, python_of
 from eval.peers.sizes import SIZES, end_tokens, prompts, saved
-from eval.peers.systems import PEERS, PREDICTOR, System
+from eval.peers.systems import PEERS, System
 from eval.peers.table import lines_of, report
 from shape.data.conversations import evenly
 from shape.errors import ConfigError, require
@@ -125,14 +125,18 @@ def _too_large(loaded: dict[System, Program], options: PeersOptions) -> bool:
 
 
 def _warm_up(program: Program, methods: Sequence[str], texts: Sequence[list[int]], asked: dict[str, Any]) -> None:
+    """A text of each length, for which a system may compile kernels or lay out memory."""
     for method in methods:
-        for text in texts if method == PREDICTOR else texts[:1]:
+        for text in {len(text): text for text in texts}.values():
             program.ask({**asked, "new_tokens": _WARM_UP_TOKENS, "prompt": text, "method": method})
 
 
 def notes(options: PeersOptions, threads: int, records: Sequence[dict[str, Any]]) -> list[str]:
     """What was measured, and with what."""
-    versions = {name: number for record in records for name, number in record["versions"].items()}
+    versions: dict[str, dict[str, None]] = {}
+    for record in records:
+        for name, number in record["versions"].items():
+            versions.setdefault(name, {})[number] = None
     commits = sorted({str(record["commit"]) for record in records})
     rounds = {record["size"]: record["round"] + 1 for record in sorted(records, key=lambda one: one["round"])}
     shown = [f"{name} ({rounds[name]} rounds): {_shape_text(name, options)}" for name in SIZES if name in rounds]
@@ -144,7 +148,7 @@ def notes(options: PeersOptions, threads: int, records: Sequence[dict[str, Any]]
         + ". OpenVINO and llama.cpp run with their defaults, but for the threads and in float32 the KV cache, and in "
         "formats made by optimum-intel and by llama.cpp, which is compiled without AMX, as it crashes with it. Int8 "
         "and int4 quantise weights, each in its own way: their answers are those of the quantised model.",
-        ", ".join(f"{name} {number}" for name, number in sorted(versions.items()))
+        ", ".join(f"{name} {' and '.join(numbers)}" for name, numbers in sorted(versions.items()))
         + f". Measured at commit {', '.join(commits)}.",
     ]
 
@@ -171,6 +175,7 @@ def run(options: PeersOptions) -> None:
     header = {
         "cpu": environment.cpu, "threads": threads, "new_tokens": options.new_tokens, "limit": options.limit
     }  # fmt: skip
+    environment = replace(environment, threads=threads)
     journal = Journal(options.work / JOURNAL, header)
     records = journal.records
     done = {(System(one["peer"], one["precision"]).name, one["size"], one["round"]) for one in records}

@@ -1,6 +1,6 @@
 """`shape harness`: the suites of lm-evaluation-harness, MMLU and all others, with a `ShapeDecoder` as the model.
 
-    pip install "shape-decoding[eval]"
+    pip install -e ".[eval]"
     shape harness --model shape --model_args predictor=DIR --tasks gsm8k,mmlu --output_path RESULTS
 
 Everything behind the command's name is lm-evaluation-harness's own command line, where releases after 0.4.13 know the

@@ -17,7 +17,7 @@ from shape.data.options import CompileOptions
 from shape.errors import NOTHING_WRITTEN, ConfigError, exit_on_error
 from shape.files import prepare_file
 from shape.parsing import CommandParser, command_parser, options_of
-from shape.target.options import PlacedOptions
+from shape.target.options import TargetOptions
 
 COMMON = (
     *("target", "prompts", "output", "samples", "verify", "misses", "temperature", "max_new_tokens", "limit", "seed"),
@@ -34,7 +34,7 @@ def parser() -> CommandParser:
     reader.add_argument("pack", type=str, help="a file that compile has written")
     reader.add_argument("--show", type=int, default=10, help="so many recipes, the most frequent")
     reader.add_argument("--target", type=str | None, help="shows text for tokens; default: that of the pack")
-    reader.add_class_arguments(PlacedOptions, as_group=False)
+    reader.add_class_arguments(TargetOptions, as_group=False)
     commands.add_subcommand("inspect", reader)
     reader = command_parser("recipes merge", "Make one pack of several.", usage="PACK PACK... --output", config=False)
     reader.add_argument("packs", type=str, nargs="+", help="files that compile has written")
@@ -68,18 +68,15 @@ def _compile(values: Any) -> None:
     options.check()
     prepare_file(options.output)
     compile_pack(options, load)
-    print(inspect(options.output, 0, None))
+    print(inspect(options.output))
 
 
 def _inspect(values: Any) -> None:
     from shape.drafters.recipes.pack import Pack, inspect
-    from shape.target.loading import of_target
-    from shape.target.model import Target
+    from shape.target.loading import tokenizer_of
 
-    pack = Pack.load(values.pack)
-    target = Target.load(values.target or pack.target.name, **of_target(options_of(PlacedOptions, values)))
-    pack.require(target, f"pack {values.pack}")
-    print(inspect(values.pack, values.show, target))
+    named = values.target or Pack.load(values.pack).target.name
+    print(inspect(values.pack, values.show, tokenizer_of(named, options_of(TargetOptions, values))))
 
 
 def _merge(values: Any) -> None:
@@ -92,7 +89,7 @@ def _merge(values: Any) -> None:
     misses = [miss for path in values.misses for miss in read_misses(path)]
     first = next((pack for pack in packs if pack.recipes), packs[0])  # an empty one does not say how it was compiled
     merged(packs, values.most, recipes_of_misses(misses, first.prefix, first.depth)).save(values.output)
-    print(inspect(values.output, 0, None))
+    print(inspect(values.output))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ Entry = tuple[int, dict[str, Any] | None, int, str | None]
 
 
 # What a run is begun with, beside its data and what is the target's own.
-_OPTIONS = ("dtype", "max_length", "max_new_tokens", "model", "sampled_share", "seed", "temperature")
+_OPTIONS = ("dtype", "max_length", "max_new_tokens", "model", "sampled_share", "samples", "seed", "temperature")
 
 
 class AnswerJournal:
@@ -88,6 +88,11 @@ class AnswerJournal:
                 with _readable(path):
                     (entry,) = typed(list[Entry], [json.loads(files[path].read(size))])
                 yield entry
+
+    def delete(self) -> None:
+        """All of the files, once what they hold is written elsewhere."""
+        for path in self.files:
+            path.unlink()
 
     def append(self, batch: Sequence[Entry]) -> None:
         self._write(_line(batch), batch)

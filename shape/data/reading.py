@@ -69,7 +69,7 @@ def load_conversations(
             conversation = parse_row(row, default_id)
         except DataError as error:
             if not skip_bad_rows:
-                raise DataError(f"{where}: {error}") from None
+                raise DataError(f"{where}: {error} (skip_bad_rows leaves such rows out)") from None
             bad.append(f"{where}: {error}")
             continue
         if not conversation.id.startswith(exclude_ids):

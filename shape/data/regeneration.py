@@ -270,8 +270,7 @@ def _finish(journal: AnswerJournal, output: Path) -> Summary:
                 "tokenising the text gives others than the target wrote, a drafter learns these; vLLM gives its ids",
                 stacklevel=3,
             )
-    for path in journal.files:
-        path.unlink()
+    journal.delete()
     return Summary(rows, left_out, questions, answers, unfinished)
 
 

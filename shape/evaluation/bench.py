@@ -19,7 +19,7 @@ from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.results import AUTOREGRESSIVE, SHIPPED_TEXT, SpeedResults
 from shape.evaluation.speed import RESULTS, SpeedSetting, measure_in, refuse_results, settings_of
 from shape.generation.decoder import ShapeDecoder
-from shape.generation.loading import is_language_model, refuse_unknown
+from shape.generation.loading import is_language_model, needs_predictor, refuse_unknown
 from shape.generation.rules import Match, make_rule
 from shape.target.loading import SOURCE, of_pair, of_predictor, of_target, only
 from shape.target.model import Target
@@ -28,8 +28,7 @@ from shape.target.openvino import OpenVinoTarget
 
 def bench(options: BenchOptions) -> list[SpeedResults]:
     """Measures every setting, and writes results.json and results.md of each into `options.output` or below it."""
-    require(options, "max_turns max_new_tokens repeats batch_size context_length", least=1)
-    require(options, "warmup temperature", least=0)
+    require(options, "max_turns batch_size", least=1)  # of the others every setting looks itself
     lengths: Sequence[int | None] = several(options.context_length)
     asked = list(product(several(options.temperature), several(options.batch_size), lengths))
     for name in ("temperature", "batch_size", "context_length"):
@@ -128,6 +127,12 @@ def load_methods(options: BenchOptions) -> tuple[Target, dict[str, Method]]:
     told = [entry.partition("@")[2] or Match.name for entry in names]
     rules = {name: make_rule(name, options.typical_lossy, options.trs_lossy) for name in told}
     drafters = {entry.partition("@")[0] for entry in names} - baselines
+    if kinds := sorted(
+        {part for name in drafters for part in name.split("+") if needs_predictor(part)} - {"shape", "mtp"}
+    ):
+        raise ConfigError(
+            f"method {kinds[0]} is a kind of predictor; the method shape measures each --predictor, whatever its kind"
+        )
     refuse_unknown(drafters, predictors, options.pack)
     if options.pack is not None and not any("recipes" in name.split("+") for name in drafters):
         raise ConfigError(

@@ -25,7 +25,7 @@ from shape.evaluation.prompts import chosen_prompts, refuse_shared_ids, refuse_u
 from shape.evaluation.results import SpeedResults
 from shape.evaluation.speed import SpeedSetting, measure
 from shape.generation.decoder import ShapeDecoder
-from shape.generation.loading import draft_dtype, refuse_unknown
+from shape.generation.loading import draft_dtype, names_of, refuse_unknown
 from shape.generation.planning import CANDIDATES, acceptance, plan, record_drafts
 from shape.generation.timing import measure_costs
 from shape.networks.config import MTP_TARGETS, ShapeConfig
@@ -49,7 +49,8 @@ def check(options: CheckOptions) -> dict[str, Any]:
         UnsupportedTarget: the target cannot be verified exactly, with the reason.
         DataError: no prompt fits into the target's positions.
     """
-    require(options, "batch_size limit max_new_tokens", least=1)
+    require(options, "batch_size limit", least=1)
+    require(options, "max_new_tokens", least=2)  # the first comes with the prefill
     require(options, "temperature", least=0)
     if options.limit < options.batch_size:
         raise ConfigError(
@@ -118,11 +119,12 @@ def check(options: CheckOptions) -> dict[str, Any]:
     own = None if decoder.drafter is None else decoder.drafter.tree
     if options.predictor is not None and own is not None:
         answers = record_drafts(decoder, contexts, **how)
-        trees = CANDIDATES if decoder.support.mode == "tree" else [one for one in CANDIDATES if one.width == 1]
-        plans = plan(costs, answers, list(dict.fromkeys([own, *trees])))
-        report["acceptance"] = acceptance(answers)
-        report["plans"] = [asdict(one) for one in plans]
-        report["own"] = next(asdict(one) for one in plans if one.shape == own)
+        if any(answers):  # not all of them ended with the prefill's own token
+            trees = CANDIDATES if decoder.support.mode == "tree" else [one for one in CANDIDATES if one.width == 1]
+            plans = plan(costs, answers, list(dict.fromkeys([own, *trees])))
+            report["acceptance"] = acceptance(answers)
+            report["plans"] = [asdict(one) for one in plans]
+            report["own"] = next(asdict(one) for one in plans if one.shape == own)
     if isinstance(decoder.drafter, TrainedDrafter) and options.predictor is not None:
         found = diagnose(target, decoder.drafter.predictor, fitting[:_EXAMINED], options.max_new_tokens)
         report["doctor"] = asdict(found)
@@ -145,8 +147,9 @@ def _methods(
 ) -> dict[str, Drafter | None]:
     """The drafters to measure, bound to the target: what does not fit it is said before anything is measured."""
     given: dict[str, Drafter] = {}
+    learned: list[str] = []
     if options.predictor is not None and own is not None:
-        given[own.name] = own
+        given, learned = dict.fromkeys(names_of(own.name), own), [own.name]
     if pack is not None:
         given["recipes"] = RecipeDrafter(pack)
     names = options.drafter
@@ -157,8 +160,8 @@ def _methods(
             if (layer := ShapeDecoder.from_pretrained(target=target, drafter="mtp", **hub).drafter) is not None:
                 given["mtp"] = layer
     if names is None:
-        names = ["ngram", "suffix", "lookahead", *given]
-        names += [f"suffix+{one}" for one in given]
+        learned += [name for name in ("recipes", "mtp") if name in given and name not in learned]
+        names = ["ngram", "suffix", "lookahead", *learned, *(f"suffix+{one}" for one in learned)]
     methods: dict[str, Drafter | None] = {"none": None}
     for each in names:
         methods[each] = ShapeDecoder(target, make_drafter(each, given)).drafter

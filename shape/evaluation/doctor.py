@@ -267,7 +267,8 @@ def acceptance(target: Target, predictor: Predictor, answers: Sequence[Answered]
 
 
 def _answered(target: Target, ids: Tensor, max_new_tokens: int) -> Answered:
-    out = ShapeDecoder(target).generate(ids[None].to(target.device), **sampling(0.0), max_new_tokens=max_new_tokens)
+    plain = ShapeDecoder(target, graphs=False)  # of one answer: capturing its steps would take longer
+    out = plain.generate(ids[None].to(target.device), **sampling(0.0), max_new_tokens=max_new_tokens)
     assert isinstance(out, Tensor)
     return Answered(out[0], len(ids))
 
@@ -281,9 +282,12 @@ def in_chains(
     feed the network differently.
     """
     chain = TreeShape(predictor.config.num_steps, width=1)
-    decoder, answers = ShapeDecoder(target, TrainedDrafter(predictor, chain), fall_back=False), []
+    drafter, answers = TrainedDrafter(predictor, chain), []
     emitted = forwards = 0
-    with evaluating([predictor]):
+    with (
+        evaluating([predictor]),
+        ShapeDecoder(target, drafter, fall_back=False) as decoder,
+    ):  # what it captures ends here
         for prompt in prompts:
             ids = prompt[None].to(target.device)
             options: dict[str, Any] = {**sampling(0.0), "max_new_tokens": max_new_tokens}

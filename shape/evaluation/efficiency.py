@@ -14,6 +14,7 @@ from rich.table import Table as ScreenTable
 from tqdm.auto import tqdm
 
 from shape.data.backends import announce_sampling, sampling
+from shape.data.conversations import Prompt
 from shape.drafters import Drafter, OracleDrafter, make_drafter
 from shape.errors import ConfigError, UnsupportedTarget, require
 from shape.evaluation.environment import Environment
@@ -274,17 +275,30 @@ def run(options: EfficiencyOptions) -> list[Case]:
     Path(options.output).mkdir(parents=True, exist_ok=True)  # where it cannot be made, nothing is measured in vain
     asked = {name: value for name, value in recorded(options).items() if name not in ("output", "label")}
     refuse_results(Path(options.output) / "efficiency.json", asked, "options")
-    predictor = None if options.predictor == "none" else options.predictor
     cases: list[Case] = []
     for dtype in several(options.dtype):
-        decoder = ShapeDecoder.from_pretrained(
-            predictor=predictor,
-            target=options.target,
-            dtype=dtype,
-            drafter="none" if predictor is None else None,
-            prepacked=options.prepacked,
-            **of_pair(options),
-        )
+        own, name, environment = _of_dtype(options, dtype, prompts, source)
+        cases += own
+    _write(options, name, environment, f"{_counted(cases)} of {source}", cases)
+    return cases
+
+
+def _of_dtype(
+    options: EfficiencyOptions, dtype: str, prompts: Sequence[Prompt], source: str
+) -> tuple[list[Case], str, Environment]:
+    """Cases, the target's name, and where they were measured. The target is let go of before the next one is loaded,
+    which is prepacked where the memory allows it.
+    """
+    predictor, batches = None if options.predictor == "none" else options.predictor, several(options.batch_size)
+    cases: list[Case] = []
+    with ShapeDecoder.from_pretrained(
+        predictor=predictor,
+        target=options.target,
+        dtype=dtype,
+        drafter="none" if predictor is None else None,
+        prepacked=options.prepacked,
+        **of_pair(options),
+    ) as decoder:
         target = decoder.target
         if decoder.support.recurrent:
             raise UnsupportedTarget(
@@ -314,8 +328,7 @@ def run(options: EfficiencyOptions) -> list[Case]:
                         repeats=options.repeats,
                         progress=bar.update,
                     )
-    _write(options, target, f"{_counted(cases)} of {source}", cases)
-    return cases
+        return cases, target.name, Environment.capture(target.device)
 
 
 def _counted(cases: Sequence[Case]) -> str:
@@ -346,12 +359,14 @@ def _check(options: EfficiencyOptions) -> None:
         make_drafter(name)
 
 
-def _write(options: EfficiencyOptions, target: Target, measured: str, cases: Sequence[Case]) -> None:
-    folder, environment = Path(options.output), Environment.capture(target.device)
+def _write(
+    options: EfficiencyOptions, target: str, environment: Environment, measured: str, cases: Sequence[Case]
+) -> None:
+    folder = Path(options.output)
     figures = [{**asdict(case), "gaps": [case.gap(0.5), case.gap(0.95)]} for case in cases]
     head = {"options": recorded(options), "measured": measured, "environment": asdict(environment)}
     write_whole(folder / "efficiency.json", json_by_line(head, "cases", figures))
-    title = options.label or f"Engine efficiency, {Path(target.name).name}"
+    title = options.label or f"Engine efficiency, {Path(target).name}"
     write_whole(folder / "efficiency.md", page(title, measured, options.max_new_tokens, cases, environment))
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ class Environment:
         date: UTC, to the minute.
         command: as it was typed.
         commit: of the checkout, "-dirty" appended where files differ from it; None outside a checkout. SHAPE_COMMIT
-            says it of a copy of the files on another machine, whose git would say something else, or nothing.
+            says it of a copy of the files on another machine, whose git would say something else, or nothing. It is
+            read once in a process, so that a long measurement has that of the code it began with.
         device: name of the accelerator, or "CPU".
         cores: logical cores of the machine; `threads` is how many torch computed with.
     """
@@ -46,7 +48,7 @@ class Environment:
         return cls(
             date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             command=_command(),
-            commit=_commit(),
+            commit=code_commit(),
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper(),
             cpu=_cpu_model(),
             cores=os.cpu_count() or 1,
@@ -108,8 +110,9 @@ def _command() -> str:
     return re.sub(r"(--token[= ])\S+", r"\1...", command)  # a secret
 
 
-def _commit() -> str | None:
-    """The commit of the checkout that this package is imported from."""
+@cache
+def code_commit() -> str | None:
+    """The commit of the checkout that this package is imported from, as it is at the first call."""
     if "SHAPE_COMMIT" in os.environ:
         return os.environ["SHAPE_COMMIT"]
     root = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import StopStringCriteria
 
-from shape.errors import ConfigError
+from shape.errors import ConfigError, how_to_install
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput
 from shape.target.loading import of_pair
@@ -23,9 +23,7 @@ try:
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
 except ImportError as error:
-    raise ConfigError(
-        f'lm-evaluation-harness is not installed ({error}); install it with pip install "shape-decoding[eval]"'
-    ) from error
+    raise ConfigError(f"lm-evaluation-harness is not installed ({error}); {how_to_install('eval')}") from error
 
 
 class _StopsWithin(StopStringCriteria):

@@ -43,7 +43,7 @@ from shape.evaluation.methods import (
 from shape.evaluation.prompts import refuse_shared_ids, refuse_unfilled
 from shape.evaluation.results import Detail, PromptRecord, SpeedResults, Tally
 from shape.evaluation.runner import Run, Runner, by_decoder, by_transformers, rotated
-from shape.files import reading, write_whole
+from shape.files import reading, sole_writer, write_whole
 from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target
 
@@ -229,14 +229,17 @@ def measure_in(
     """
     folder.mkdir(parents=True, exist_ok=True)
     journal, file = folder / JOURNAL, folder / RESULTS
-    refuse_results(file, settings_of(target, methods, prompts, source, setting))
-    results = measure(target, methods, prompts, setting, progress=progress, label=label, source=source, journal=journal)
-    if training:
-        results = results.with_overlap(chain.from_iterable(training.values()), ", ".join(training))
-    write_whole(file, results.to_json())
-    write_whole(folder / "results.md", results.to_markdown())
-    if not keep_journal:
-        journal.unlink()
+    with sole_writer(folder / ".bench.lock", f"a measurement into {folder}"):
+        refuse_results(file, settings_of(target, methods, prompts, source, setting))
+        results = measure(
+            target, methods, prompts, setting, progress=progress, label=label, source=source, journal=journal
+        )
+        if training:
+            results = results.with_overlap(chain.from_iterable(training.values()), ", ".join(training))
+        write_whole(file, results.to_json())
+        write_whole(folder / "results.md", results.to_markdown())
+        if not keep_journal:
+            journal.unlink()
     return results
 
 

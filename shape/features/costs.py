@@ -69,13 +69,13 @@ def costs(size: Size, text: DataStatistics, options: CostOptions, free: float) -
         for kind, before in ((dtype, options.before), (dtype, window), ("int8", window))
     }  # fmt: skip
     fitting = [way for way, needed in stored.items() if needed <= free]
-    return Costs(answers, forward, stored, free, fitting[0] if fitting and options.passes > 1 else None)
+    return Costs(answers, forward, stored, free, fitting[0] if fitting and options.epochs > 1 else None)
 
 
 def report(size: Size, text: DataStatistics, options: CostOptions, found: Costs) -> str:
     """For people."""
     weights = 2 * size.parameters
-    passes = f"{options.passes:g} passes"
+    epochs = f"{options.epochs:g} epochs"
     lines = [
         f"target: {size.parameters / 1e9:.3g}B parameters ({size.active / 1e9:.3g}B meet a token), states of "
         f"{size.hidden_size:,} numbers; {human_bytes(weights)} in bfloat16, which is at least "
@@ -86,14 +86,14 @@ def report(size: Size, text: DataStatistics, options: CostOptions, found: Costs)
         f"one forward over all: {found.forward:,.3g} GPU-hours",
         f"offline: {found.forward:,.3g} GPU-hours once, and, of {len(options.stored)} layer(s),",
         *(f"  {human_bytes(needed):>8}  {way}" for way, needed in found.stored.items()),
-        f"online: {found.forward * options.passes:,.3g} GPU-hours in {passes}, nothing stored",
+        f"online: {found.forward * options.epochs:,.3g} GPU-hours in {epochs}, nothing stored",
     ]
     if found.chosen is not None:
         lines.append(
             f"use: offline, {found.chosen}: it fits the {human_bytes(found.free)} free, and online mode computes "
             "everything anew in each pass"
         )
-    elif options.passes <= 1:
+    elif options.epochs <= 1:
         lines.append("use: online (--online true of shape train): in a single pass nothing would be read twice")
     else:
         least = min(found.stored.values())
@@ -103,7 +103,7 @@ def report(size: Size, text: DataStatistics, options: CostOptions, found: Costs)
         )
     lines.append(
         f"assumed: {options.flops / 1e12:,.0f} TFLOP/s at {options.utilisation:.0%} in forwards; "
-        f"{writing(size, options)} (--occupancy 1 for a server, which replaces finished ones); {passes} over "
+        f"{writing(size, options)} (--occupancy 1 for a server, which replaces finished ones); {epochs} over "
         "the data; the predictor's own training is not counted"
     )
     return "\n".join(lines)

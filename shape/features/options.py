@@ -151,7 +151,7 @@ class CostOptions(_RunOptions):
         turns: answers in a conversation, in the mean.
         output: where features would be stored; its free space decides, unless disk_gigabytes says so.
         disk_gigabytes: free for features.
-        passes: over the data in training, which makes four of much data; each costs online mode a forward of all of it.
+        epochs: over the data in training, which makes four of much data; each costs online mode a forward of all of it.
         flops: of one accelerator, dense, in bfloat16, per second (989e12: an H100 SXM).
         utilisation: share of them that a forward over whole texts reaches.
         bandwidth: bytes per second of its memory.
@@ -171,7 +171,7 @@ class CostOptions(_RunOptions):
     turns: float = 2.0
     output: str | None = None
     disk_gigabytes: float | None = None
-    passes: float = 4.0
+    epochs: float = 4.0
     flops: float = 989e12
     utilisation: float = 0.4
     bandwidth: float = 3.35e12
@@ -184,7 +184,7 @@ class CostOptions(_RunOptions):
         sizes = (self.parameters, self.hidden_size)
         if (self.target is None) == (None in sizes) or (self.target is not None and sizes != (None, None)):
             raise ConfigError("give either a target, or its parameters and hidden_size")
-        require(self, "parameters hidden_size conversations tokens answers turns disk_gigabytes passes flops", above=0)
+        require(self, "parameters hidden_size conversations tokens answers turns disk_gigabytes epochs flops", above=0)
         require(self, "utilisation bandwidth memory answered_together occupancy limit", above=0)
         for name in ("answers", "utilisation", "occupancy"):
             if getattr(self, name) > 1:

@@ -21,7 +21,7 @@ from shape.generation.decoder import ShapeDecoder
 from shape.generation.options import RegenerationOptions
 from shape.generation.prompts import side_by_side
 from shape.target.chat import Message, answer_message, prompt_ids
-from shape.target.identity import weights_hash
+from shape.target.identity import answering_as
 from shape.target.loading import of_target
 
 
@@ -46,18 +46,9 @@ class LocalBackend:
     _too_many: float = field(default=inf, init=False, repr=False)
 
     def describe(self) -> dict[str, Any]:
-        target = self.decoder.target
-        identity = {k: v for k, v in target.identity.to_dict().items() if k not in ("name", "revision")}
         bound = {} if self.max_length is None else {"max_length": self.max_length}
-        known = {"weights": weights} if (weights := weights_hash(target.model)) else {}
-        return {
-            "dtype": str(target.dtype),
-            "max_new_tokens": self.max_new_tokens,
-            "temperature": self.temperature,
-            **bound,
-            **identity,
-            **known,
-        }
+        chosen = {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature}
+        return {**chosen, **bound, **answering_as(self.decoder.target)}
 
     def generate(self, requests: Sequence[Request]) -> list[Answer | DataError | None]:
         answers: list[Answer | DataError | None] = [None] * len(requests)

@@ -22,7 +22,7 @@ from shape.networks.export import export
 from shape.networks.formats.table import FORMATS, drafting_from, save, with_head
 from shape.networks.formats.targets import TargetFacts
 from shape.target.identity import TargetIdentity
-from shape.target.loading import only, read_tokenizer
+from shape.target.loading import SOURCE, only, read_tokenizer
 from shape.target.model import Target
 
 OURS = ShapeConfig.model_type
@@ -64,17 +64,20 @@ def convert(
     if draft_vocab_size is not None and data is None:
         raise ConfigError("draft_vocab_size is given, and no data to count tokens in; give --data")
     predictor, how = load_predictor(source, target, "auto" if form == OURS else form, **hub), {}
+    of_target = only(SOURCE | {"trust_remote_code"}, hub)  # the revision is the source's own
     if data is not None:
-        predictor = _drafting_frequent(predictor, data, draft_vocab_size, target, **only({"token"}, hub))
+        predictor = _drafting_frequent(predictor, data, draft_vocab_size, target, **of_target)
         if predictor.draft_vocabulary is not None:
             how = {"draft vocabulary": f"the most frequent tokens of the answers in {data}"}
     if to == OURS:
-        export(predictor, output, _identity(predictor, source, target), {"converted from": str(source), **how})
+        export(
+            predictor, output, _identity(predictor, source, target, **of_target), {"converted from": str(source), **how}
+        )
         return predictor
     if not predictor.heads and predictor.config.kind in FORMATS[to].kinds and _needs_head(predictor):
-        predictor = _with_head(predictor, target)
+        predictor = _with_head(predictor, target, **of_target)
     try:
-        save(predictor, output, to, _facts(predictor, target))
+        save(predictor, output, to, _facts(predictor, target, **of_target))
     except CheckpointError as error:
         raise CheckpointError(f"predictor {source} cannot be written as {to}: {error}") from error
     return predictor
@@ -109,13 +112,13 @@ def _drafting_frequent(predictor: Predictor, data: str, size: int | None, target
     return drafting_from(predictor, sizing.draft_vocabulary(texts(), size, vocab_size))
 
 
-def _with_head(predictor: Predictor, target: str | None) -> Predictor:
+def _with_head(predictor: Predictor, target: str | None, **hub: Any) -> Predictor:
     """With the rows of the target's output embedding; as it is where the target that it names is out of reach."""
     named = target or _its_target(predictor)
     if not named:
         return predictor
     try:
-        return with_head(predictor, Target.load(named).output_rows(predictor.draft_vocabulary))
+        return with_head(predictor, Target.load(named, **hub).output_rows(predictor.draft_vocabulary))
     except UnsupportedTarget:
         if target is not None:
             raise
@@ -132,20 +135,20 @@ def _needs_head(predictor: Predictor) -> bool:
     return predictor.draft_vocabulary is not None or predictor.config.kind == "medusa"
 
 
-def _identity(predictor: Predictor, source: str | Path, target: str | None) -> TargetIdentity:
+def _identity(predictor: Predictor, source: str | Path, target: str | None, **hub: Any) -> TargetIdentity:
     if target is not None:
-        return Target.load(target).identity
+        return Target.load(target, **hub).identity
     if (known := predictor.config.target_identity) is None:
         raise ConfigError(f"checkpoint {source} does not say which target it is for; give --target")
     return TargetIdentity.from_dict(known)
 
 
-def _facts(predictor: Predictor, target: str | None) -> TargetFacts:
+def _facts(predictor: Predictor, target: str | None, **hub: Any) -> TargetFacts:
     """Of the target that is given, or else of the one that it was trained for, as far as that can be read."""
     if target is not None:
-        return TargetFacts.of(target)
+        return TargetFacts.of(target, **hub)
     name = bundled.resolve(_its_target(predictor))
     try:
-        return TargetFacts.of(name)
+        return TargetFacts.of(name, **hub)
     except CheckpointError:  # a hub id without a network, or a folder that has moved
         return TargetFacts(name)

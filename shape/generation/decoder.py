@@ -30,7 +30,7 @@ from shape.generation.loading import DrafterOptions, TargetSource, draft_length,
 from shape.generation.pipeline import DraftingPipeline
 from shape.generation.prefill import Memory
 from shape.generation.request import Prepared, Request, Seed
-from shape.generation.rules import Rule, make_rule
+from shape.generation.rules import Rule
 from shape.generation.served import as_long_as_answers, ends_of
 from shape.networks.export import export
 from shape.target.chat import spoken
@@ -176,8 +176,8 @@ class ShapeDecoder(Engine):
         hub = HfApi(token=token)
         with TemporaryDirectory() as folder:
             self.save_pretrained(folder)
-            hub.create_repo(repo_id, private=private, exist_ok=True)
-            return str(hub.upload_folder(repo_id=repo_id, folder_path=folder, **options))
+            whole = hub.create_repo(repo_id, private=private, exist_ok=True).repo_id  # of a bare name with the user's
+            return str(hub.upload_folder(repo_id=whole, folder_path=folder, **options))
 
     def close(self) -> None:
         """Take from the model, and from a drafter that was loaded here, what was attached to them (prepacked layers),
@@ -202,11 +202,10 @@ class ShapeDecoder(Engine):
         self.close()
 
     def __repr__(self) -> str:
-        rule, target = make_rule("match"), self.target
-        drafter = "none" if self.drafter is None else str(self.drafter)
+        target, drafter = self.target, "none" if self.drafter is None else str(self.drafter)
         return (
             f"ShapeDecoder(target={target.name!r}, drafter={drafter!r}, dtype={target.precision!r}, "
-            f"device={target.places!r}, acceptance={rule.name!r}, lossless={rule.lossless})"
+            f"device={target.places!r}, fall_back={self.fall_back!r})"
         )
 
     @property

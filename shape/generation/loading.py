@@ -48,9 +48,17 @@ _A_DRAFTER = re.compile("eagle|medusa|dflash|dspark|domino|speculator|draft", re
 _OWN_LAYER = "mtp"  # without a predictor it drafts with the layer that the target's own files have
 
 
+_TRAINED = frozenset({"shape", "model", *PREDICTOR_KINDS})  # names that need a predictor
+
+
+def names_of(kind: str) -> list[str]:
+    """What a drafter of this kind, of a predictor or a smaller model, may be asked for by."""
+    return list(dict.fromkeys(["shape", kind, *(name for name, each in PREDICTOR_KINDS.items() if each == kind)]))
+
+
 def needs_predictor(drafter: str | None) -> bool:
     """Whether one of the names joined by "+" is a predictor's; without a name a given predictor drafts."""
-    return drafter is None or not {"shape", "model", *PREDICTOR_KINDS}.isdisjoint(drafter.split("+"))
+    return drafter is None or not _TRAINED.isdisjoint(drafter.split("+"))
 
 
 def refuse_unknown(drafters: Iterable[str], predictor: object, pack: object) -> None:
@@ -58,12 +66,11 @@ def refuse_unknown(drafters: Iterable[str], predictor: object, pack: object) -> 
     is given, before a target is loaded for them.
     """
     parts = {part for name in drafters for part in name.split("+")}
-    predictors = {"shape", "model", *PREDICTOR_KINDS}
-    for part in sorted(parts - predictors - {"recipes"}):
+    for part in sorted(parts - _TRAINED - {"recipes"}):
         make_drafter(part)
     if "recipes" in parts and pack is None:
         raise ConfigError("drafter 'recipes' needs a pack; give --pack FILE, which `shape recipes compile` writes")
-    if not predictor and (missing := sorted(parts & predictors - {_OWN_LAYER})):
+    if not predictor and (missing := sorted(parts & _TRAINED - {_OWN_LAYER})):
         raise ConfigError(f"drafter {missing[0]!r} needs a predictor; give --predictor DIR")
 
 

@@ -47,7 +47,7 @@ class Memory:
         with self._lock:  # of two calls at a time one has them
             cache, hidden, tokens = self.cache, self.hidden, self.tokens
             alike = self.switched == switched and self.computed_by == computed_by
-            self.keep([], None, None, False)
+            self._set([], None, None, False)
             self.computed_by = computed_by
         # The prompt's last token always goes through the target: its state says what comes next.
         common = common_length(tokens, prompt[:-1])
@@ -60,6 +60,10 @@ class Memory:
         return cache, hidden[:, :common]
 
     def keep(self, tokens: list[int], hidden: Tensor | None, cache: KVCache | None, switched: bool) -> None:
+        with self._lock:
+            self._set(tokens, hidden, cache, switched)
+
+    def _set(self, tokens: list[int], hidden: Tensor | None, cache: KVCache | None, switched: bool) -> None:
         self.tokens, self.hidden, self.cache, self.switched = tokens, hidden, cache, switched
 
 

@@ -18,7 +18,7 @@ _CUSTOM_GENERATE = '''"""transformers' generate with this predictor, in a few li
 try:
     from shape.custom_generate import generate_of
 except ImportError as error:
-    raise ImportError("this predictor needs the package shape-decoding; install it, then try again") from error
+    raise ImportError("this predictor needs the package shape-decoding; install it from its repository") from error
 
 generate = generate_of(__name__)
 '''
@@ -96,15 +96,16 @@ tags: [speculative-decoding, custom_generate]
 
 Drafts tokens for lossless speculative decoding of `{identity.name}`{revision}: it reads the target's hidden
 states, continues them to draft tokens, and the target verifies these. It
-is of no use with another target; loading refuses one whose tokenizer, head or chat template differ.
+is of no use with another target: loading refuses one whose tokenizer or output embedding differ, and warns of another
+chat template.
 
 ```python
-from shape import ShapeDecoder
+from shape import ShapeDecoder  # the package shape-decoding, installed from its repository: no index has it
 
 decoder = ShapeDecoder.from_pretrained("path/or/id/of/this")
 ```
 
-or, with the package `shape-decoding` installed, from the target as transformers loads it:
+or from the target as transformers loads it:
 
 ```python
 path = "path/or/id/of/this"  # named twice: transformers does not pass it on

@@ -39,7 +39,7 @@ class TargetIdentity:
             target.revision,
             target.hidden_size,
             target.vocab_size,
-            tokenizer_hash=_tokenizer_hash(target.tokenizer),
+            tokenizer_hash=tokenizer_hash(target.tokenizer),
             head_hash=_head_hash(target.head),
             template_hash=_template_hash(target.tokenizer),
         )
@@ -95,7 +95,7 @@ def _digest(content: str | bytes) -> str:
     return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()[:16]
 
 
-def _tokenizer_hash(tokenizer: Any) -> str:
+def tokenizer_hash(tokenizer: Any) -> str:
     """Hash of the vocabulary and of a probe sentence's ids: content, not file format or library version."""
     if tokenizer is None:
         return ""
@@ -129,6 +129,13 @@ def float_weight(module: Any) -> Tensor | None:
     """The module's weight where it is an ordinary matrix of floats; None where it is quantised."""
     weight = getattr(module, "weight", None)
     return weight if _ordinary(weight) else None
+
+
+def answering_as(target: Any) -> dict[str, str | int]:
+    """What the answers of a target depend on, whatever its name, as JSON."""
+    identity = {name: value for name, value in target.identity.to_dict().items() if name not in ("name", "revision")}
+    weights = weights_hash(target.model)
+    return {"dtype": str(target.dtype), **identity, **({"weights": weights} if weights else {})}
 
 
 def weights_hash(model: nn.Module) -> str:

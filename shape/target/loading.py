@@ -246,6 +246,14 @@ def read_tokenizer(target: str | Path, options: Mapping[str, Any]) -> Any:
         return None
 
 
+def tokenizer_named(name: str | Path, options: Mapping[str, Any]) -> Any:
+    """The tokenizer of a folder or hub id. Raises ConfigError where there is none."""
+    found = read_tokenizer(name, only({*SOURCE, "trust_remote_code"}, options))
+    if found is None:
+        raise ConfigError(f"there is no tokenizer in {name}; give a folder or a hub id that has one")
+    return found
+
+
 def tokenizer_of(target: str, options: TargetOptions) -> Any:
     """A target's tokenizer; None where it has none, of which transformers may make one that knows no word.
 

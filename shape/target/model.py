@@ -24,12 +24,11 @@ from transformers.utils import output_capturing
 
 from shape import bundled
 from shape.errors import ConfigError, DataError, UnsupportedTarget
-from shape.files import human_bytes
 from shape.target import loading
 from shape.target.chat import answer_message, plain_text, prompt_ids, render
 from shape.target.identity import TargetIdentity, float_weight
 from shape.target.inference import evaluating
-from shape.target.prepack import PrepackedForward, is_plain, is_prepacked, linear, multiplies, prepack, unpack
+from shape.target.prepack import PrepackedForward, is_prepacked, linear, prepack, unpack, why_slow
 from shape.target.quantize import Quantization, QuantizedLinear, check, quantize_model, quantized
 from shape.target.rotary import Switch, find_switch
 from shape.target.size import longest_text
@@ -125,26 +124,12 @@ class Target:
         """
         if backend not in ("torch", "openvino"):
             raise ConfigError(f"backend {backend} is unknown; give torch or openvino")
-        if isinstance(named := tokenizer, str | Path):
-            tokenizer = loading.read_tokenizer(named, loading.only({*loading.SOURCE, "trust_remote_code"}, options))
-            if tokenizer is None:
-                raise ConfigError(f"there is no tokenizer in {named}; give a folder or a hub id that has one")
+        if isinstance(tokenizer, str | Path):
+            tokenizer = loading.tokenizer_named(tokenizer, options)
         if isinstance(target, Target | PreTrainedModel):
-            given = target if isinstance(target, Target) else cls(target, tokenizer)
-            if backend != "torch" and not isinstance(target, Target):
-                raise ConfigError(
-                    f"backend {backend} loads a target by itself, while the model {given.name} is at hand; give its "
-                    "folder or hub id"
-                )
             how = {"dtype": dtype, "device_map": device_map, "quantize": quantize}
             options |= {name: value for name, value in how.items() if value is not None}
-            if isinstance(target, Target) and tokenizer not in (None, given.tokenizer):
-                raise ConfigError(f"target {given.name} has a tokenizer of its own already; give it to Target alone")
-            if options:
-                raise ConfigError(
-                    f"option {min(options)} is unknown, or says how a target is loaded, while {given.name} is at hand; "
-                    "leave it out, or give the target's folder or hub id"
-                )
+            given = cls._at_hand(target, tokenizer, backend, options)
             if prepacked:  # otherwise it stays as its owner has it
                 given._prepack(True)
             return given
@@ -177,30 +162,32 @@ class Target:
             quantize_model(model, quantize)
         loaded = cls(model.requires_grad_(False), tokenizer, name=str(target), revision=revision)
         loaded._prepack(prepacked)
-        if prepacked is None and loaded.device.type == "cpu":
-            loaded._warn_of_slow_products()
+        if prepacked is None and loaded.device.type == "cpu" and (slow := why_slow(loaded.model, loaded.dtype)):
+            warnings.warn(f"target {loaded.name} {slow}", stacklevel=2)
         return loaded
+
+    @classmethod
+    def _at_hand(
+        cls, target: "PreTrainedModel | Target", tokenizer: Any, backend: str, options: Mapping[str, Any]
+    ) -> "Target":
+        """The target itself, or one of a model. Raises ConfigError for what is asked of loading."""
+        given = target if isinstance(target, Target) else cls(target, tokenizer)
+        if backend != "torch" and not isinstance(target, Target):
+            raise ConfigError(
+                f"backend {backend} loads a target by itself, while the model {given.name} is at hand; give its "
+                "folder or hub id"
+            )
+        if isinstance(target, Target) and tokenizer not in (None, given.tokenizer):
+            raise ConfigError(f"target {given.name} has a tokenizer of its own already; give it to Target alone")
+        if options:
+            raise ConfigError(
+                f"option {min(options)} is unknown, or says how a target is loaded, while {given.name} is at hand; "
+                "leave it out, or give the target's folder or hub id"
+            )
+        return given
 
     def _prepack(self, wanted: bool | None) -> None:
         self._packed |= not self.prepacked and prepack(self.model, wanted)
-
-    def _warn_of_slow_products(self) -> None:
-        plain = [module for module in self.model.modules() if is_plain(module)]
-        if self.prepacked or len(plain) < 2:  # the output layer alone: the others are a quantiser's
-            return
-        if not multiplies(self.dtype):
-            known = " or ".join(dtype for dtype in ("bfloat16", "float32") if multiplies(getattr(torch, dtype)))
-            advice = (
-                f"is in {loading.dtype_name(self.dtype)}, for which this CPU has no fast kernels; give --dtype {known}"
-            )
-        else:
-            size = human_bytes(sum(module.weight.nbytes for module in plain))
-            advice = (
-                f"has no copy of its weights in the layout of fast kernels, as {size} are more than half of the free "
-                "memory: forwards over several tokens, and so drafts, may take several times as long. Free memory, or "
-                "give --quantize int8"
-            )
-        warnings.warn(f"target {self.name} {advice}", stacklevel=3)
 
     def close(self) -> None:
         """Take from the model what was attached to it here, prepacked layers, which also hold memory."""

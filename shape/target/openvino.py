@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shape import bundled
-from shape.errors import ConfigError, UnsupportedTarget
+from shape.errors import ConfigError, UnsupportedTarget, how_to_install
 from shape.files import cache_folder
 from shape.target.loading import commit_of, dtype_name, dtype_of, first_line, only, read_config, read_tokenizer
 from shape.target.model import Target
@@ -317,7 +317,7 @@ def _place(device: str | None) -> str:
     try:
         there = _core().available_devices
     except ImportError as error:
-        raise ConfigError('backend openvino is not installed; pip install "shape-decoding[openvino]"') from error
+        raise ConfigError(f"backend openvino is not installed; {how_to_install('openvino')}") from error
     kind = place.partition(".")[0]
     if kind not in DEVICES or all(one.partition(".")[0] != kind for one in there):
         raise ConfigError(

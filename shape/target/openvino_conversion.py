@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from shape.errors import ConfigError, UnsupportedTarget
+from shape.errors import ConfigError, UnsupportedTarget, how_to_install
 from shape.files import typed
 from shape.target.loading import first_line
 from shape.target.support import Support, cache_name
@@ -151,7 +151,7 @@ def compressed(model: Any, quantize: str | None) -> Any:
         import nncf
     except ImportError as error:
         raise ConfigError(
-            f'quantize {quantize} needs NNCF with backend openvino; pip install "shape-decoding[openvino]"'
+            f"quantize {quantize} needs NNCF with backend openvino; {how_to_install('openvino')}"
         ) from error
     modes = nncf.CompressWeightsMode
     if quantize == "int8":

@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from transformers.pytorch_utils import Conv1D
 
+from shape.files import human_bytes
 from shape.target import floats
 from shape.target.inference import state_of
+from shape.target.loading import dtype_name
 
 _EXPECTED_TOKENS = 16  # for which the layout is chosen; measured to be as good for one and for hundreds
 _SHARE = 0.5  # of the free memory that copies may take where nobody asked for them
@@ -180,6 +182,22 @@ def is_plain(module: nn.Module) -> bool:
 def multiplies(dtype: torch.dtype) -> bool:
     """Whether there are kernels on this machine that multiply by matrices of this dtype in a layout of their own."""
     return onednn_multiplies(dtype) or floats.supports(dtype)
+
+
+def why_slow(model: nn.Module, dtype: torch.dtype) -> str | None:
+    """What makes forwards over a few tokens slow on a CPU, and what to do about it; None if nothing does."""
+    plain = [module for module in model.modules() if is_plain(module)]
+    if is_prepacked(model) or len(plain) < 2:  # the output layer alone: the others are a quantiser's
+        return None
+    if not multiplies(dtype):
+        known = " or ".join(dtype_name(each) for each in (torch.bfloat16, torch.float32) if multiplies(each))
+        return f"is in {dtype_name(dtype)}, for which this CPU has no fast kernels; give --dtype {known}"
+    size = human_bytes(sum(matrix_of(module)[0].nbytes for module in plain))
+    return (
+        f"has no copy of its weights in the layout of fast kernels, as {size} are more than half of the free memory: "
+        "forwards over several tokens, and so drafts, may take several times as long. Free memory, or give --quantize "
+        "int8"
+    )
 
 
 def onednn_multiplies(dtype: torch.dtype) -> bool:

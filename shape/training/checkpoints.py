@@ -123,7 +123,10 @@ def sound_checkpoint(path: Path) -> Path:
     """
     present = [each for each in (path, _previous(path)) if each.is_file()]
     if not present:
-        raise CheckpointError(f"there is no checkpoint {path} to resume from; leave out --ckpt_path to start anew")
+        raise CheckpointError(
+            f"there is no checkpoint {path} to resume from; leave out --ckpt_path: finished answers and features "
+            "are kept"
+        )
     for each in present:
         if _is_sound(each):
             return each

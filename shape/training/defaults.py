@@ -5,8 +5,8 @@ are in `shape.networks.sizing`.
 
 - **Length** of a conversation: 1,024 tokens, or as many as the target has positions.
 - **Depth**: one block, as none, one and two are accepted alike (`PredictorOptions.num_layers`).
-- **Steps**: four passes over the positions of the data, but at least 600 steps of 1,024 positions as long as these are
-  no more than forty passes, never fewer than 200 steps (fewer where 600 x 1,024 positions are less), and never more
+- **Steps**: four epochs of the positions of the data, but at least 600 steps of 1,024 positions as long as these are
+  no more than forty epochs, never fewer than 200 steps (fewer where 600 x 1,024 positions are less), and never more
   than 40,000.
 """
 

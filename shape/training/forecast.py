@@ -28,7 +28,7 @@ _BYTES_LEARNED = 16  # of a parameter in training: float32 weight, gradient, and
 _BYTES_GATHERED = 8  # of a parameter that processes share, for a step: weight and gradient
 _BYTES_KEPT = 12  # of a parameter in a checkpoint: weight and means
 _CHECKPOINTS = 3  # the last, the one before, and one that is being written
-_MANY_PASSES = 100  # over the data; those that follow from it are at most forty
+_MANY_EPOCHS = 100  # over the data; those that follow from it are at most forty
 _LOGITS = 6  # tensors of as many numbers as a chunk's logits: measured so on a CPU, a seventh less in mixed precision
 
 
@@ -95,15 +95,15 @@ class Forecast:
         width = "" if predictor.intermediate_size is None else f"width {predictor.intermediate_size:,}, "
         parts = self.hours.parts
         times = ", ".join(f"{name} {human_time(3600 * hours)}" for name, hours in parts.items())
-        passes = cast(int, training.steps) * training.batch_size / max(text.positions, 1)
-        advice = "" if passes <= _MANY_PASSES else "; give more conversations, or fewer --training.steps"
+        epochs = cast(int, training.steps) * training.batch_size / max(text.positions, 1)
+        advice = "" if epochs <= _MANY_EPOCHS else "; give more conversations, or fewer --training.steps"
         return [
             f"plan: {predictor.kind} of {self.learned / 1e6:,.1f}M parameters ({width}blocks {predictor.num_layers}), "
             f"drafting from {drafted:,} of {size.vocab_size:,} tokens; a draft costs {self.draft.relative:.2g} of a "
             f"step of one token ({self.draft.how})",
             f"plan: {text.positions:,} positions of {text.conversations:,} conversations of at most "
             f"{self.options.max_length:,} tokens; {training.steps:,} steps of {training.batch_size:,}, which is "
-            f"{f'{passes:,.0f}' if passes > _MANY_PASSES else f'{passes:.3g}'} passes{advice}",
+            f"{f'{epochs:,.0f}' if epochs > _MANY_EPOCHS else f'{epochs:.3g}'} epochs{advice}",
             f"target: {size.parameters / 1e6:,.1f}M parameters, {size.positions or 'unlimited'} positions",
             f"memory: about {_listed(self.memory)}"
             + (f"; while answering up to about {_listed(self.answering)}" if self.answering["keys and values"] else ""),

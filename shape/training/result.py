@@ -1,7 +1,8 @@
 """After training: the best weights exported, what was exported measured, and what came out said."""
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from shlex import quote
 from textwrap import shorten
@@ -24,6 +25,7 @@ from shape.generation.engine import ShapeOutput
 from shape.networks.base import Predictor
 from shape.networks.export import export, export_model
 from shape.target.model import Target
+from shape.target.options import TargetOptions
 from shape.training.callbacks import CountFlops
 from shape.training.module import DrafterModule
 from shape.training.options import TrainOptions
@@ -63,7 +65,7 @@ def export_and_measure(
     }
     _export(predictor, output, target, record)
     if target.sharded:  # of which this process alone could not run a layer
-        pair = f"--target {quote(options.target)} --predictor {quote(str(output))}"
+        pair = f"--target {quote(options.target)} --predictor {quote(str(output))}{_as_in_training(options)}"
         command = f"shape bench {pair} --device_map auto"
         console.print(f"the predictor is in {output}; measure it:\n  {command}", highlight=False, soft_wrap=True)
         return
@@ -97,8 +99,20 @@ def export_and_measure(
     console.print(f"the predictor is in {output}; try it:", highlight=False)
     text = shorten(prompts[0].turns[0], _LONGEST_EXAMPLE, placeholder="...") if prompts else "Hello"
     pair = "" if isinstance(predictor, Predictor) else f"--target {quote(options.target)} "
-    command = f"  shape generate {pair}--predictor {quote(str(output))} --prompt {quote(text)}"
+    given = _as_in_training(options)
+    command = f"  shape generate {pair}--predictor {quote(str(output))}{given} --prompt {quote(text)}"
     console.print(command, highlight=False, soft_wrap=True)
+
+
+def _as_in_training(options: TrainOptions) -> str:
+    """The options by which other commands read the target, and its prompts, as training did."""
+    names = [field.name for field in fields(TargetOptions) if field.name != "token"]
+    given = {name: getattr(options, name) for name in (*names, "dtype", "chat_template_kwargs")}
+    return "".join(
+        f" --{name} {quote(value if isinstance(value, str) else json.dumps(value))}"
+        for name, value in given.items()
+        if value not in (None, False, {})
+    )
 
 
 def _export(predictor: PreTrainedModel, output: Path, target: Target, record: dict[str, Any]) -> None:

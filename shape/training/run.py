@@ -7,7 +7,8 @@ import ctypes
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from os.path import expanduser
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -44,7 +45,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's mallopt
 
 def train(options: TrainOptions) -> Path:
     """The whole way; returns the folder of the exported predictor. Only the first process exports and measures."""
-    options = as_checkpoint(options)
+    options = as_checkpoint(replace(options, output=expanduser(options.output)))
     options.check()
     home = Storage(options.output if options.online else options.features or Path(options.output) / "features")
     with _alone([options.output]):
@@ -64,6 +65,7 @@ def train_jointly(runs: Sequence[TrainOptions], output: str | Path, ckpt_path: s
     Raises:
         ConfigError: runs that cannot share a forward, before anything is loaded.
     """
+    output = expanduser(str(output))
     runs = [as_checkpoint(run) for run in runs]
     names = require_alike(runs)
     with _alone([output, *(run.output for run in runs)]):

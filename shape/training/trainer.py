@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import cast
 
 import pytorch_lightning as pl
+from pytorch_lightning.callbacks import LearningRateMonitor
 from pytorch_lightning.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from shape.target.model import Target
@@ -40,6 +41,7 @@ def make_trainer(options: TrainOptions, target: Target, output: Path, callbacks:
         logger=make_loggers(options, output),
         callbacks=[
             *([ShardTarget(target)] if options.shard_target else []),
+            *([LearningRateMonitor()] if options.loggers else []),
             StopOnDivergence(options.trainer.log_every_n_steps),
             *callbacks,
             LastCheckpoint(

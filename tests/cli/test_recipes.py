@@ -14,6 +14,7 @@ from shape.drafters.recipes.pack import Pack
 from shape.drafters.recipes.verify import make_verify
 from shape.errors import ConfigError
 from shape.generation.decoder import ShapeDecoder
+from shape.target.model import Target
 
 
 def test_compile_merge_and_inspect(tiny_target_folder, tmp_path, capsys, monkeypatch, refused):
@@ -28,6 +29,10 @@ def test_compile_merge_and_inspect(tiny_target_folder, tmp_path, capsys, monkeyp
     capsys.readouterr()
     main(["inspect", both, "--show", "3"])
     assert capsys.readouterr().out.count("->") == 3
+    with monkeypatch.context() as patched:  # text needs a tokenizer, and no weights
+        patched.setattr(Target, "load", lambda *_, **__: pytest.fail("loaded"))
+        main(["inspect", both, "--show", "1", "--target", str(tiny_target_folder)])
+    assert "'" in capsys.readouterr().out
     decoder = ShapeDecoder.from_pretrained(None, target=tiny_target_folder, pack=both)
     assert isinstance(decoder.drafter, RecipeDrafter)
     hybrid = ShapeDecoder.from_pretrained(None, target=tiny_target_folder, pack=both, drafter="suffix+recipes")
@@ -61,6 +66,7 @@ def test_compile_merge_and_inspect(tiny_target_folder, tmp_path, capsys, monkeyp
     assert "most is 0; give a positive number" in refused(main, "merge", two, "--output", both, "--most", "0")
     for arguments in (
         ["inspect", one],
+        ["inspect", both, "--target", "quickstart-target"],
         ["merge", one, two, "--output", both],
         ["compile", *given, "--output", one, "--prefix", "0"],
     ):

@@ -1,8 +1,9 @@
 """Memory of a training step: the bounds bind, the count without storage is the real one, and the forecast is near."""
 
+from dataclasses import replace
+
 import pytest
 
-from eval import training_memory
 from eval.training_memory import (
     NETWORKS,
     WAYS,
@@ -15,6 +16,7 @@ from eval.training_memory import (
     run,
     target_config,
 )
+from shape.errors import ConfigError
 from shape.networks.decoder import layers_like
 from shape.training import forecast
 from shape.training.forecast import portion_bytes
@@ -65,13 +67,14 @@ def assert_near(network, measured, bounds, monkeypatch):
         assert least < said / measured[way] < most, (way, said, measured[way])
 
 
-def test_the_environment_is_that_of_before_anything_is_written(tmp_path, monkeypatch):
-    captured, capture = [], training_memory.Environment.capture
-    monkeypatch.setattr(
-        training_memory.Environment, "capture", lambda device: captured.append(device) or capture(device)
-    )
-    run(MemoryOptions(str(tmp_path), networks=["SHAPE, 8 steps"], widths=[64, 32], tokens=16))
-    assert len(captured) == 1 and (tmp_path / "memory.md").read_text().endswith(f"{capture(captured[0]).command}`.\n")
+def test_rows_of_other_tokens_are_not_taken_for_these(tmp_path):
+    options = MemoryOptions(str(tmp_path), networks=["SHAPE, 8 steps"], widths=[64, 32], tokens=16)
+    run(options)
+    before = (tmp_path / "memory.md").read_text()
+    run(options)
+    assert (tmp_path / "memory.md").read_text().splitlines()[:-1] == before.splitlines()[:-1]
+    with pytest.raises(ConfigError, match=r"memory.json holds a measurement with other settings \(tokens\)"):
+        run(replace(options, tokens=8))
 
 
 def test_parameters_are_counted_without_storage():

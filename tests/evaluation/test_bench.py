@@ -331,6 +331,7 @@ def test_by_default_the_shipped_pair_is_measured_greedily():
         (["--prompts", "TWICE", "--predictor", "other=/nowhere"], "twice.jsonl: two prompts share the id 7;"),
         (["--prompts", "absent.jsonl"], "absent.jsonl"),
         (["--methods", "[autoregressive,magic]", "--target", "TARGET"], "drafter 'magic' is unknown"),
+        (["--methods", "[autoregressive,suffix+eagle3]"], "method eagle3 is a kind of predictor; the method shape"),
         (["--methods", "[autoregressive@typical-lossy,shape]"], "method autoregressive takes no acceptance rule"),
         (["--max_new_tokens", "4000"], "no prompt can be measured"),
         (["--temperature", "[]"], "temperature [] holds no value, or one twice"),

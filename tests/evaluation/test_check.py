@@ -121,6 +121,21 @@ def test_of_a_predictor(capsys, questions, tiny_target, tiny_target_folder, tmp_
     assert all(sum(ranks) <= 1.0 + 1e-9 for ranks in report["acceptance"])
 
 
+def test_answers_that_end_with_the_prefill(capsys, questions, tiny_target, tiny_target_folder, tmp_path, monkeypatch):
+    """There is no draft to learn from: neither acceptance nor plans."""
+    torch.manual_seed(0)
+    export(predictor(torch.float32), tmp_path / "made", tiny_target.identity, {})
+    target = Target.load(tiny_target_folder)
+    target.model.generation_config.eos_token_id = list(range(target.vocab_size))
+    target.model.generation_config.save_pretrained(tmp_path / "ends")
+    for file in tiny_target_folder.iterdir():
+        if file.name != "generation_config.json":
+            (tmp_path / "ends" / file.name).symlink_to(file)
+    made = ["--predictor", str(tmp_path / "made"), "--target", str(tmp_path / "ends"), "--drafter", "[]"]
+    run(capsys, questions, *made, "--output", str(tmp_path / "report.json"))
+    assert not {"acceptance", "plans"} & json.loads((tmp_path / "report.json").read_text()).keys()
+
+
 def test_which_drafter_suits_the_task(capsys, questions, tiny_target, tiny_target_folder, tmp_path):
     pack, file = tmp_path / "task.pack", tmp_path / "report.json"
     Pack(tiny_target.identity, (Recipe((5, 6), (7,), 3),), 1, 1).save(pack)
@@ -131,6 +146,8 @@ def test_which_drafter_suits_the_task(capsys, questions, tiny_target, tiny_targe
         "none", "ngram", "suffix", "lookahead", "model", "recipes", "suffix+model", "suffix+recipes"
     }  # fmt: skip
     assert measured["model"]["acceptance_length"] > 1
+    run(capsys, questions, *own, "--predictor", str(tiny_target_folder), "--drafter", "[shape,suffix+model]")
+    assert {one["drafter"] for one in json.loads(file.read_text())["measured"]} == {"none", "shape", "suffix+model"}
     out = run(capsys, questions, *own, "--drafter", "[onedecode]")
     assert "onedecode" in out and "lookahead" not in out
     assert "measured on these prompts" not in run(capsys, questions, *own, "--drafter", "[]")
@@ -184,6 +201,7 @@ def test_what_does_not_belong_together_is_said_at_once(questions, tiny_target, t
         (["--target", "/nowhere"], "target /nowhere cannot be loaded"),
         (["--target", "/nowhere", "--drafter", "[suffix+sufix]"], "drafter 'sufix' is unknown; did you mean suffix?"),
         (["--batch_size", "0"], "batch_size is 0; give at least 1"),
+        (["--max_new_tokens", "1"], "max_new_tokens is 1; give at least 2"),
         (["--batch_size", "16"], "batch_size 16 cannot be filled with limit 12 prompts; raise the limit"),
     ],
 )

@@ -38,9 +38,37 @@ def test_peak_memory_on_windows(monkeypatch, tmp_path):
     assert peak_memory(torch.device("cpu")) == 3.0
 
 
-def test_a_copy_without_its_history_says_its_commit(monkeypatch, tmp_path):
+@pytest.fixture
+def elsewhere(monkeypatch, tmp_path):
+    """A folder that the package is imported from."""
     monkeypatch.setattr(environment, "__file__", str(tmp_path / "shape/evaluation/environment.py"))
     monkeypatch.delenv("SHAPE_COMMIT", raising=False)
+    environment.code_commit.cache_clear()
+    yield tmp_path
+    environment.code_commit.cache_clear()
+
+
+def test_a_copy_without_its_history_says_its_commit(elsewhere, monkeypatch):
     assert Environment.capture(torch.device("cpu")).commit is None
     monkeypatch.setenv("SHAPE_COMMIT", "0123456789ab")
+    environment.code_commit.cache_clear()
     assert Environment.capture(torch.device("cpu")).commit == "0123456789ab"
+
+
+def test_the_commit_is_that_of_the_code_that_a_process_began_with(elsewhere):
+    """Neither what is committed while it measures, nor the results that it writes, which are tracked."""
+
+    def git(*arguments):
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", "-C", str(elsewhere), *who, *arguments], check=True, capture_output=True)
+
+    results = elsewhere / "results.md"
+    results.write_text("old")
+    git("init")
+    git("add", "results.md")
+    git("commit", "-m", "one")
+    begun = Environment.capture(torch.device("cpu")).commit
+    results.write_text("new")
+    assert Environment.capture(torch.device("cpu")).commit == begun
+    environment.code_commit.cache_clear()
+    assert Environment.capture(torch.device("cpu")).commit == f"{begun}-dirty"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import write_rows
 
-pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'shape-decoding[eval]'")
+pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install -e '.[eval]'")
 
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
@@ -146,4 +146,4 @@ def test_without_the_library_it_is_said_what_to_install(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         main([])
     assert ended.value.code == 2
-    assert 'pip install "shape-decoding[eval]"' in capsys.readouterr().err
+    assert 'pip install -e ".[eval]" in the checkout of shape' in capsys.readouterr().err

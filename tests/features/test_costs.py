@@ -86,7 +86,7 @@ def test_the_command_says_what_a_70b_target_takes_without_weights(tmp_path, caps
     assert "70.6B parameters" in said and "100,000,000 tokens" in said
     assert "1.64 TB  bfloat16, all positions" in said and "use: offline, bfloat16, all positions" in said
     # 2 x 68.5e9 x 1e8 operations, and attention's 1.3e6 x 500, at 40 % of 989 TFLOP/s.
-    assert "one forward over all: 9.71 GPU-hours" in said and "online: 38.8 GPU-hours in 4 passes" in said
+    assert "one forward over all: 9.71 GPU-hours" in said and "online: 38.8 GPU-hours in 4 epochs" in said
     # 6e7 tokens, each of which reads 2 x 70.6e9 bytes / (64 x 0.4), and 328 kB of half of 1,000 tokens, at 3.35 TB/s.
     assert "if the target writes them: 28.2 GPU-hours" in said
     assert "batches of 64 answers, 40% of them unfinished in the mean, and 328 kB of keys and values of each" in said
@@ -96,7 +96,7 @@ def test_the_command_says_what_a_70b_target_takes_without_weights(tmp_path, caps
     assert "use: offline, int8, answers and 8 positions before each" in capsys.readouterr().out
     main([*command, "--disk_gigabytes", "100"])
     assert "use: online" in capsys.readouterr().out
-    main([*command, "--disk_gigabytes", "2000", "--passes", "1"])
+    main([*command, "--disk_gigabytes", "2000", "--epochs", "1"])
     assert "use: online" in capsys.readouterr().out
     main(["--dry-run", "--parameters", "70.6e9", "--hidden_size", "8192", "--output", "memory://x"])
     said = capsys.readouterr().out
@@ -124,7 +124,7 @@ def test_hours_of_answers_in_training_are_those_of_the_calculator():
         (["--target=no/such"], "no/such cannot be loaded"),
         (["--parameters=1", "--hidden_size=1", "--utilisation=2"], "it is a share"),
         (["--parameters=1", "--hidden_size=1", "--occupancy=2"], "occupancy is 2.0, and it is a share"),
-        (["--parameters=1", "--hidden_size=1", "--passes=0"], "passes is 0"),
+        (["--parameters=1", "--hidden_size=1", "--epochs=0"], "epochs is 0"),
         (
             ["--parameters=1", "--hidden_size=1", "--feature_dtype=bf16"],
             "feature_dtype is bf16; give one of float32",

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import predictor
+from huggingface_hub import RepoUrl
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
@@ -305,8 +306,9 @@ def test_pushed_to_the_hub(tiny_target, tiny_predictor_folder, monkeypatch):
         def __init__(self, token=None) -> None:
             calls.append(("token", token))
 
-        def create_repo(self, repo_id, private=None, exist_ok=False) -> None:
+        def create_repo(self, repo_id, private=None, exist_ok=False) -> RepoUrl:
             calls.append(("create", repo_id, private, exist_ok))
+            return RepoUrl(f"https://hub/{repo_id if '/' in repo_id else f'me/{repo_id}'}", endpoint="https://hub")
 
         def upload_folder(self, repo_id, folder_path, **options) -> str:
             calls.append(("upload", repo_id, {one.name for one in Path(folder_path).iterdir()}, options))
@@ -319,13 +321,15 @@ def test_pushed_to_the_hub(tiny_target, tiny_predictor_folder, monkeypatch):
     assert calls == [
         ("token", "t"), ("create", "me/mine", True, True), ("upload", "me/mine", files, {"commit_message": "first"}),
     ]  # fmt: skip
+    decoder.push_to_hub("mine")  # of the user
+    assert [call[:2] for call in calls[3:]] == [("token", None), ("create", "mine"), ("upload", "me/mine")]
 
 
 def test_a_decoder_says_what_it_is(tiny_target):
     said = repr(ShapeDecoder(tiny_target, "ngram"))
     assert said == (
         "ShapeDecoder(target='tiny', drafter='ngram, 8 tokens behind 4 to 2 equal ones', dtype='float32', "
-        "device='cpu', acceptance='match', lossless=True)"
+        "device='cpu', fall_back=True)"
     )
     assert "drafter='none'" in repr(ShapeDecoder(tiny_target))
 

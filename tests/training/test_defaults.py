@@ -92,12 +92,12 @@ def test_the_embedded_default_is_what_it_was():
 
 
 @pytest.mark.parametrize(
-    ("positions", "steps", "passes"),
+    ("positions", "steps", "epochs"),
     [(1_000, 200, 205), (10_000, 391, 40), (100_000, 600, 6.1), (1_000_000, 3906, 4), (50_000_000, 40_000, 0.82)],
 )
-def test_steps_follow_from_positions(positions, steps, passes):
+def test_steps_follow_from_positions(positions, steps, epochs):
     found = defaults.steps(positions, 1024)
-    assert found == steps and found * 1024 / positions == pytest.approx(passes, rel=0.01)
+    assert found == steps and found * 1024 / positions == pytest.approx(epochs, rel=0.01)
     assert defaults.steps(positions, 512) * 512 == pytest.approx(found * 1024, rel=0.01) or found in (200, 40_000)
 
 

@@ -143,12 +143,12 @@ def test_answers_that_ship_cost_nothing(tiny_target):
         assert ("answers" in Forecast(options, size, text, torch.float32).hours.parts) == written
 
 
-def test_very_many_passes_are_advised_against(tiny_target):
+def test_very_many_epochs_are_advised_against(tiny_target):
     size, few = size_of(tiny_target.model), DataStatistics(1, 50.0, 0.5, 1.0)
     options = resolve(TrainOptions(data="prompts.jsonl"), size, few)
     for steps, said in (
-        (10_000, "500,000 passes; give more conversations, or fewer --training.steps"),
-        (1, "50 passes"),
+        (10_000, "500,000 epochs; give more conversations, or fewer --training.steps"),
+        (1, "50 epochs"),
     ):
         some = replace(options, training=replace(options.training, steps=steps, batch_size=1200))
         assert Forecast(some, size, few, torch.float32).lines[1].endswith(f"which is {said}")

@@ -111,6 +111,10 @@ def test_the_command_to_try_is_one_for_the_shell_whatever_the_prompt_says(tiny_t
     asked, output = write_rows(tmp_path / "asked.jsonl", *rows), tmp_path / "my [b]"
     data = write_conversations(tmp_path / "talks.jsonl", 20)
     more = ["--measurement.limit=2", "--measurement.max_new_tokens=4", f"--measurement.prompts={asked}"]
+    more += ["--chat_template_kwargs.enable_thinking=false", "--dtype=float32", "--attn_implementation=eager"]
     main(arguments(tiny_target_folder, data, output, "--training.steps=3", "--training.decay=none", *more))
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "shape generate" in line)
-    assert shlex.split(line)[2:] == ["--predictor", str(output), "--prompt", "it's [/INST] 0"]
+    given = shlex.split(line)
+    assert given[2:4] == ["--predictor", str(output)] and given[-2:] == ["--prompt", "it's [/INST] 0"]
+    as_trained = ["--attn_implementation", "eager", "--dtype", "float32"]
+    assert given[4:-2] == [*as_trained, "--chat_template_kwargs", '{"enable_thinking": false}']

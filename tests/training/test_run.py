@@ -72,8 +72,10 @@ def test_the_whole_way(trained, tiny_target):
     assert {"train/loss", "train/agreement_1", "train/chain_AL", "val/acceptance_length"} <= rows[0].keys()
     losses = [float(row["train/loss"]) for row in rows if row["train/loss"]]
     assert losses[-1] < losses[0]
-    assert list((trained / "logs/version_0").glob("events.out.tfevents*"))
     told = yaml.safe_load((trained / "logs/version_0/hparams.yaml").read_text())
+    rates = [float(row["lr-AdamW/pg1"]) for row in rows if row["lr-AdamW/pg1"]]
+    assert 0 < rates[-1] < max(rates) <= told["training"]["learning_rate"]
+    assert list((trained / "logs/version_0").glob("events.out.tfevents*"))
     assert told["training"]["steps"] == 60 and told["predictor"]["kind"] == "shape" and told["token"] is None
 
 

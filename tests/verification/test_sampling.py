@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from enumeration import chi_square
 from helpers import words
 from hypothesis import given
 from hypothesis import strategies as st
@@ -134,7 +135,7 @@ def test_drafts_see_the_targets_own_noise_and_only_that_of_their_vocabulary():
 
 
 def test_choices_follow_the_distribution():
-    """Chi-square of 20,000 choices over 6 tokens against softmax; threshold at a false-alarm rate of 1e-6."""
+    """20,000 choices over 6 tokens against softmax."""
     logits = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, -3.0])
     rows = 20_000
     chooser = sampler(
@@ -142,8 +143,7 @@ def test_choices_follow_the_distribution():
     )
     tree = root_only(torch.zeros(rows, dtype=torch.long))
     counts = chooser.choose(logits.expand(rows, 1, 6), tree).flatten().bincount(minlength=6).double()
-    expected = rows * (logits / 0.8).softmax(-1).double()
-    assert float(((counts - expected) ** 2 / expected).sum()) < 35.9  # chi-square, 5 degrees of freedom
+    assert chi_square(counts, rows * (logits / 0.8).softmax(-1).double()) < 1
 
 
 def test_nodes_of_one_depth_share_their_noise_and_other_depths_do_not():
@@ -175,7 +175,7 @@ def test_eos_is_out_of_reach_until_the_minimum(temperature):
 def test_draws_of_nodes_depths_and_steps_are_independent():
     """What a drafter draws at one node says nothing of another node, a deeper one, or the same position a step later.
 
-    Correlations over 4,000 tokens within 4.9 standard errors.
+    Correlations over 4,000 tokens within 6.1 standard errors, which one of 780 exceeds once in a million times.
     """
     drawing = sampler(temperature=1.0, prompt_lengths=torch.tensor([4, 4]), coupled=False)
     assert drawing.draws and not sampler(coupled=False).draws and not sampler(temperature=1.0).draws
@@ -191,7 +191,7 @@ def test_draws_of_nodes_depths_and_steps_are_independent():
         found += drawing.noise(0, 4000)
     correlation = torch.corrcoef(torch.stack([one.double() for one in found])).fill_diagonal_(0)
     assert len(found) == 2 * (3 * 2 * 2 + 2 + 2 + 2 + 2)
-    assert float(correlation.abs().max()) < Z / math.sqrt(4000)
+    assert float(correlation.abs().max()) < 6.1 / math.sqrt(4000)
 
 
 class Strict(LogitsProcessor):

@@ -3,6 +3,6 @@
 try:
     from shape.custom_generate import generate_of
 except ImportError as error:
-    raise ImportError("this predictor needs the package shape-decoding; install it, then try again") from error
+    raise ImportError("this predictor needs the package shape-decoding; install it from its repository") from error
 
 generate = generate_of(__name__)

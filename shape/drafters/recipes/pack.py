@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from shape.errors import CheckpointError, ConfigError, TargetMismatch
 from shape.files import reading, written_whole
-from shape.target.identity import TargetIdentity
+from shape.target.identity import TargetIdentity, tokenizer_hash
 from shape.target.model import Target
 
 VERSION = 1
@@ -160,19 +160,27 @@ def merged(packs: Sequence[Pack], most: int = 15_000, more: Counts | None = None
     return pack_of(first.target, counts, min(p.samples for p in packs), sum(p.prompts for p in packs), most)
 
 
-def inspect(path: str | Path, show: int, target: Target | None) -> str:
-    """What a pack holds, for people."""
+def inspect(path: str | Path, show: int = 0, tokenizer: Any = None) -> str:
+    """What a pack holds, for people; a tokenizer shows text for tokens.
+
+    Raises:
+        TargetMismatch: the tokenizer is another target's.
+    """
     pack = Pack.load(path)
+    if tokenizer is not None and tokenizer_hash(tokenizer) != pack.target.tokenizer_hash:
+        raise TargetMismatch(
+            f"pack {path} was compiled for {pack.target.name}, whose tokenizer is another one; give it"
+        )
     tokens = sum(recipe.times * len(recipe.tokens) for recipe in pack.recipes)
     lines = [
         f"{path}: {len(pack.recipes):,} recipes of {pack.target.name}, {Path(path).stat().st_size / 1024:.0f} KB, "
         f"{pack.samples} samples of {pack.prompts} prompts, {tokens:,} tokens seen, sha256 {pack.hash[:12]}"
     ]
     for recipe in pack.recipes[:show]:
-        told = [repr(_text(part, target)) for part in (recipe.prefix, recipe.tokens)]
+        told = [repr(_text(part, tokenizer)) for part in (recipe.prefix, recipe.tokens)]
         lines.append(f"{recipe.times:6d}  {told[0]} -> {told[1]}")
     return "\n".join(lines)
 
 
-def _text(tokens: Sequence[int], target: Target | None) -> Any:
-    return list(tokens) if target is None or target.tokenizer is None else target.tokenizer.decode(list(tokens))
+def _text(tokens: Sequence[int], tokenizer: Any) -> Any:
+    return list(tokens) if tokenizer is None else tokenizer.decode(list(tokens))

@@ -17,7 +17,7 @@ from shape.evaluation.report import figures, plots, traces
 from shape.evaluation.report.figures import Plot
 from shape.evaluation.report.sources import Source
 from shape.evaluation.results import SpeedResults
-from shape.files import prepare_file
+from shape.files import prepare_file, write_whole
 
 TITLE = "Speculative decoding, measured"
 _MAKERS: dict[str, Callable[[Source[Any]], Iterator[Plot]]] = {
@@ -149,7 +149,7 @@ def write(found: Sequence[Source[Any]], output: Path, progress: bool = False) ->
     made = pages(found, output.stem, progress)
     paths = [output.with_name(name) if number else output for number, name in enumerate(made)]
     for path, text in zip(paths, made.values(), strict=True):
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text)
     return paths
 
 

@@ -86,6 +86,35 @@ def test_what_was_missed_twice_is_compiled_too(tiny_target, tmp_path):
     assert Pack.load(tmp_path / "made.pack") == made
 
 
+def test_answers_outlive_an_interruption_and_a_verification_that_fails(tiny_target, tmp_path, monkeypatch):
+    """The same command asks for what is left, and settings that change answers are told."""
+    asked = write_rows(tmp_path / "prompts.jsonl", *({"prompt": text} for text in ("one", "two", "three")))
+    monkeypatch.syspath_prepend(tmp_path)
+    verifier = tmp_path / "verifier_of_mine.py"
+    verifier.write_text("def right(prompt, answer):\n    raise ZeroDivisionError\n")
+    output, seeds = tmp_path / "made.pack", []
+    options = CompileOptions(target="tiny", prompts=str(asked), output=str(output), samples=2, prefix=2)
+
+    def generate(ids, mask, seed, **others):
+        if len(seeds) == 2:
+            seeds.append(None)
+            raise KeyboardInterrupt
+        seeds.append(seed)
+        return torch.cat([ids.expand(2, -1), torch.tensor([[20, 21, 22, 23 + seed]] * 2)], dim=1)
+
+    with pytest.raises(KeyboardInterrupt):
+        compile_pack(options, lambda: (tiny_target, generate))
+    assert not output.exists()
+    with pytest.raises(ConfigError, match=r"made.pack.partial was begun with samples 2 \(now 3\)"):
+        compile_pack(replace(options, samples=3), lambda: (tiny_target, generate))
+    with pytest.raises(ConfigError, match="raised ZeroDivisionError"):
+        compile_pack(replace(options, verify="verifier_of_mine:right"), lambda: (tiny_target, generate))
+    made = compile_pack(options, lambda: (tiny_target, generate))
+    assert seeds == [0, 1, None, 2] and made.prompts == 3
+    assert {recipe.tokens[-1] for recipe in made.recipes} >= {23, 24, 25}
+    assert [path.name for path in sorted(tmp_path.glob("*made*"))] == ["made.pack"]
+
+
 def test_a_prompt_that_is_too_long_is_named_before_the_first_answer(tiny_target, tmp_path):
     asked = write_rows(tmp_path / "prompts.jsonl", {"prompt": "one"}, {"id": "long", "prompt": "word " * 300})
     options = CompileOptions(target="tiny", prompts=str(asked), output=str(tmp_path / "made.pack"))
