@@ -4,10 +4,11 @@ bits too.
     python -m eval.products --output eval/results/products
 
 Weights have the shapes of layers of SmolLM-135M, Qwen2.5-0.5B and Llama-3.2-1B. Unquantised, and for up to 64 tokens,
-they are so many that they come from memory and not from a cache. All ways are run in turn, round after round; what
-counts is the lower quartile of the rounds.
+they are so many that they come from memory and not from a cache. All ways are run in every round, in a random order;
+what counts is the lower quartile of the rounds.
 """
 
+import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -84,7 +85,9 @@ def measure(shape: tuple[int, int], dtype: torch.dtype, rounds: int, bar: tqdm) 
     found = ways(weights)
     times: dict[tuple[str, int], list[float]] = {(way, tokens): [] for way in found for tokens in TOKENS}
     for turn in range(rounds + 1):  # the first warms up
-        for way, tokens in times:
+        order = list(times)
+        random.Random(turn).shuffle(order)  # what went through before leaves the caches otherwise
+        for way, tokens in order:
             some = found[way] if tokens <= 64 else found[way][: max(1, len(weights) // 8)]
             x = torch.randn(tokens, inputs).to(dtype)
             start = perf_counter()
