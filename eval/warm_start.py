@@ -24,6 +24,7 @@ from shape.data.conversations import Conversation, evenly
 from shape.data.encoding import encode_all
 from shape.data.reading import load_conversations
 from shape.drafters import TrainedDrafter
+from shape.evaluation.journal import JOURNAL, Journal
 from shape.evaluation.markdown import markdown
 from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.results import SHORT, SpeedResults
@@ -118,6 +119,10 @@ def compared(target: Target, drafters: dict[str, TrainedDrafter], count: int) ->
 
 def run(options: WarmStartOptions) -> None:
     options.work.mkdir(parents=True, exist_ok=True)
+    # What is in the folder already is of the same.
+    Journal(
+        options.work / JOURNAL, {name: getattr(options, name) for name in ("minutes", "conversations", "tuning_steps")}
+    )
     tuned, base = options.work / "target", bundled.resolve(_BASE)
     if not (tuned / "config.json").is_file():
         fine_tune(tuned, options.tuning_steps)

@@ -16,8 +16,9 @@ from shape.data.conversations import Prompt
 from shape.data.reading import load_prompts
 from shape.drafters import Drafter, TreeShape
 from shape.errors import CheckpointError, ConfigError
+from shape.evaluation.methods import Method
 from shape.evaluation.results import AUTOREGRESSIVE, SpeedResults
-from shape.evaluation.speed import SpeedSetting, measure_in
+from shape.evaluation.speed import SpeedSetting, measure_in, refuse_results, settings_of
 from shape.target.model import Target
 from shape.training.options import TrainOptions
 
@@ -186,13 +187,18 @@ def speeds_by_shape(
 ) -> dict[str, float]:
     """Tokens per second of a drafter on these prompts with every shape, by its name, the fastest first; measured side
     by side, once, and kept in the folder.
+
+    Raises:
+        ConfigError: what is kept is of another predictor, target or way of measuring.
     """
-    kept = folder / "results.json"
+    kept, source = folder / "results.json", "validation prompts"
+    shapes = {label: shaped(drafter, shape) for label, shape in SHAPES.items()}
+    methods: dict[str, Method] = {AUTOREGRESSIVE: None}
+    methods |= {label: other for label, other in shapes.items() if other is not None}
+    setting = SpeedSetting(chosen.max_new_tokens, temperature, seed=chosen.seed, fall_back=False)
+    refuse_results(kept, settings_of(target, methods, prompts, source, setting))
     if not kept.exists():
-        shapes = {label: shaped(drafter, shape) for label, shape in SHAPES.items()}
-        methods = {label: other for label, other in shapes.items() if other is not None}
-        setting = SpeedSetting(chosen.max_new_tokens, temperature, seed=chosen.seed, fall_back=False)
-        measure_in(folder, target, {AUTOREGRESSIVE: None, **methods}, prompts, setting, source="validation prompts")
+        measure_in(folder, target, methods, prompts, setting, source=source)
     summary = SpeedResults.from_json(kept.read_text(encoding="utf-8")).summary
     found = {label: summary[label].tokens_per_second or 0.0 for label in SHAPES if label in summary}
     return dict(sorted(found.items(), key=lambda one: -one[1]))

@@ -449,7 +449,8 @@ class ShapeDecoder(Engine):
                 prepared = Prepared(generation_config, logits_processor, stopping_criteria)
                 request = Request.of_prepared(self.target, input_ids, inputs, prepared)
                 ids = input_ids[:: request.samples]
-                pieces = self._decode(request, ids, seed, seed is not None, streamer is not None)
+                streaming = streamer is not None
+                pieces = self._decode(request, ids, seed=seed, reproducible=seed is not None, streaming=streaming)
                 out = finish(pieces, ids, streamer)
             return out if generation_config.return_dict_in_generate else out.sequences
 
@@ -492,6 +493,6 @@ class ShapeDecoder(Engine):
         if reproducible is None:
             reproducible = seed is not None
         return self._decode(
-            request, input_ids, seed, reproducible, streaming, stepwise, acceptance, memory, trace, num_draft_tokens,
-            warming,
+            request, input_ids, seed=seed, reproducible=reproducible, streaming=streaming, stepwise=stepwise,
+            acceptance=acceptance, memory=memory, trace=trace, num_draft_tokens=num_draft_tokens, warming=warming,
         )  # fmt: skip

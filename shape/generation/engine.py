@@ -92,6 +92,7 @@ class Engine:
         self,
         request: Request,
         input_ids: Tensor,
+        *,
         seed: Seed | None,
         reproducible: bool,
         streaming: bool = False,
@@ -146,7 +147,7 @@ class Engine:
                 if self.graphs is not None and served and why_not(batch) is None:
                     batch.control = self._control(drafter, (len(group), True), reproducible)
                     fixed = self.graphs.begin(batch)
-                stats.graphs = fixed is not None
+                stats.graphs |= fixed is not None
                 if fixed is not None:
                     yield from torch.no_grad()(decode)(fixed)
                 else:

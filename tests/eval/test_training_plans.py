@@ -17,7 +17,7 @@ def test_every_recipe_has_a_plan(tmp_path):
     assert {parse([f"--config={path}"]).target for path in recipes()} == set(TARGETS)
     for row in rows:
         assert sum(row["memory"].values()) < 80e9, row["recipe"]  # a GPU of 80 GB, as the recipes say
-        assert row["network"] == "EAGLE-3" or 1.9 < row["passes"] < 4.2
+        assert row["network"] == "EAGLE-3" or 1.9 < row["epochs"] < 4.2
     one, eight = (
         next(row for row in rows if (row["recipe"], row["network"], row["gpus"]) == ("qwen3-8b", "SHAPE", gpus))
         for gpus in (1, 8)

@@ -225,7 +225,6 @@ def test_what_makes_a_target_slow_is_said_once(tiny_target_folder, monkeypatch, 
         return [str(each.message) for each in recwarn if str(each.message).startswith("target ")]
 
     assert not said() and not said(prepacked=False, dtype="float16")
-    monkeypatch.setattr(shape.target.model, "multiplies", lambda dtype: dtype == torch.float32)
     monkeypatch.setattr(shape.target.prepack, "multiplies", lambda dtype: dtype == torch.float32)
     (slow,) = said(dtype="float16")
     assert "is in float16, for which this CPU has no fast kernels; give --dtype float32" in slow
