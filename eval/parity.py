@@ -26,7 +26,6 @@ from shape import bundled
 from shape.data.backends import until_end
 from shape.drafters import TreeShape
 from shape.errors import ConfigError, ShapeError
-from shape.evaluation.environment import code_commit
 from shape.evaluation.estimates import Estimate, Sums, over_prompts, ratio
 from shape.evaluation.journal import refuse_other
 from shape.evaluation.markdown import DASH, Table, markdown, share, show
@@ -252,8 +251,7 @@ def run(options: ParityOptions) -> dict[str, Any]:
     before = json.loads(known.read_text(encoding="utf-8")) if known.exists() else {"methods": {}}
     if before["methods"]:
         asked = {name: getattr(options, name) for name in ("prompts", "limit", "max_new_tokens", "minutes")}
-        theirs = {**before["options"], "commit": before["environment"]["commit"]}
-        refuse_other(known, theirs, {**asked, "commit": code_commit()})
+        refuse_other(known, before["options"], asked)
     methods = before["methods"]
     parity = Parity(options)
     plain = parity.vllm("plain", {})

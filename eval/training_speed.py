@@ -21,10 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    pass
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 NETWORKS = {"default": "quickstart", "EAGLE-3": "eagle", "DFlash": "dflash"}
@@ -192,10 +189,7 @@ def run(options: SpeedOptions) -> None:
 
 def _settings(options: SpeedOptions) -> dict[str, Any]:
     """What all rows share."""
-    from shape.evaluation.environment import code_commit
-
-    names = ("steps", "batch_size", "rounds", "limit", "more")
-    return {**{name: getattr(options, name) for name in names}, "commit": code_commit()}
+    return {name: getattr(options, name) for name in ("steps", "batch_size", "rounds", "limit", "more")}
 
 
 def write(options: SpeedOptions, rows: Sequence[dict[str, Any]], counted: Sequence[dict[str, Any]]) -> str:

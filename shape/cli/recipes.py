@@ -33,7 +33,11 @@ def parser() -> CommandParser:
     reader = command_parser("recipes inspect", "Say what a pack holds.", usage="PACK [options]", config=False)
     reader.add_argument("pack", type=str, help="a file that compile has written")
     reader.add_argument("--show", type=int, default=10, help="so many recipes, the most frequent")
-    reader.add_argument("--target", type=str | None, help="shows text for tokens; default: that of the pack")
+    reader.add_argument(
+        "--target",
+        type=str | None,
+        help="its tokenizer shows text for tokens; default: that of the pack, where it is at hand",
+    )
     reader.add_class_arguments(TargetOptions, as_group=False)
     commands.add_subcommand("inspect", reader)
     reader = command_parser("recipes merge", "Make one pack of several.", usage="PACK PACK... --output", config=False)
@@ -73,10 +77,14 @@ def _compile(values: Any) -> None:
 
 def _inspect(values: Any) -> None:
     from shape.drafters.recipes.pack import Pack, inspect
-    from shape.target.loading import tokenizer_of
+    from shape.target.loading import of_target, tokenizer_named, tokenizer_of
 
-    named = values.target or Pack.load(values.pack).target.name
-    print(inspect(values.pack, values.show, tokenizer_of(named, options_of(TargetOptions, values))))
+    options = options_of(TargetOptions, values)
+    if values.target is not None:
+        tokenizer = tokenizer_named(values.target, of_target(options))
+    else:  # the target may be out of reach: token ids are shown, then
+        tokenizer = tokenizer_of(Pack.load(values.pack).target.name, options)
+    print(inspect(values.pack, values.show, tokenizer))
 
 
 def _merge(values: Any) -> None:

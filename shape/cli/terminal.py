@@ -149,9 +149,12 @@ def _show(
         console.print(coloured(tokenizer, output.trace.emitted()), soft_wrap=True)
     if options.show_draft or options.show_trace:
         notes.print(Text(" / ").join(Text(event, style=style) for event, style in STYLES.items()))
-    ended, full = int(tokens[-1]) in decoder.target.eos_token_ids, len(tokens) == options.max_new_tokens
-    more = "and --max_new_tokens gives more" if full else "at the target's last position"
-    cut = "" if ended else f"; cut there, {more}"
+    cut, last = "", decoder.target.max_positions
+    if int(tokens[-1]) not in decoder.target.eos_token_ids:
+        if len(tokens) == options.max_new_tokens:
+            cut = "; cut there, and --max_new_tokens gives more"
+        elif last is not None and output.sequences.shape[1] >= last:
+            cut = "; cut there, at the target's last position"
     notes.print(report(output.stats) + cut, style="dim", soft_wrap=True)
     return decoder.target.message(tokens.tolist(), options.chat_template_kwargs)
 

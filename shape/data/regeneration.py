@@ -220,10 +220,10 @@ def _answer_all(
                 each.result()
                 done()
         except KeyboardInterrupt:
+            # Threads would be waited for, whatever is raised; so this comes before somebody is told to do it.
+            before = {each: signal.signal(each, lambda *_: os._exit(130)) for each in (signal.SIGINT, signal.SIGTERM)}
             told = "interrupted: answers on their way are waited for and kept; interrupt once more to end at once"
             tqdm.write(told, sys.stderr)
-            # Threads would be waited for, whatever is raised.
-            before = {each: signal.signal(each, lambda *_: os._exit(130)) for each in (signal.SIGINT, signal.SIGTERM)}
             stopped.set()
             threads.shutdown(cancel_futures=True)
             for number, handler in before.items():

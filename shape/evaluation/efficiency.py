@@ -17,7 +17,7 @@ from shape.data.backends import announce_sampling, sampling
 from shape.data.conversations import Prompt
 from shape.drafters import Drafter, OracleDrafter, make_drafter
 from shape.errors import ConfigError, UnsupportedTarget, require
-from shape.evaluation.environment import Environment
+from shape.evaluation.environment import Environment, code_commit
 from shape.evaluation.estimates import ENOUGH, Estimate, estimate, few_units_note, number, quantile, ratio
 from shape.evaluation.files import json_by_line
 from shape.evaluation.markdown import Table, markdown, on_screen, show
@@ -269,6 +269,7 @@ def screens(cases: Sequence[Case]) -> Iterator[ScreenTable]:
 def run(options: EfficiencyOptions) -> list[Case]:
     """Measures, and writes efficiency.json and efficiency.md."""
     _check(options)
+    code_commit()  # as it is now: others may follow while it measures
     batches = several(options.batch_size)
     prompts, source = chosen_prompts(options.prompts, options.limit, options.chat_template_kwargs)
     refuse_unfilled(max(batches), len(prompts), source)

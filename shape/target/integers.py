@@ -32,8 +32,7 @@ SPAN = 128  # inputs that share an activation's scale, where that divides a row
 # Tokens whose sums fit into the registers, by digits of activations; more than AVX2 has, where it was as good.
 _MOST_ROWS = {1: 13, 2: 8}
 _LEAST_LINES = {8: 6, 4: 9}  # digits of tokens, by bits of weights, that are multiplied as a matrix where the CPU can
-# Tokens for which a core asks for memory early enough by itself. Not so in 4 bits with AMX, where asking ahead takes a
-# sixth off a step of 0.5B.
+# Tokens for which a core asks for memory early enough by itself; with AMX, in 4 bits, it does not.
 _FEW = 3
 _DIGITS = {torch.bfloat16: 1, torch.float32: 2}  # an activation's, of 8 bits each
 _LARGEST = {1: 127.0, 2: 127.0 * 256}

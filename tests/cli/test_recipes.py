@@ -67,6 +67,7 @@ def test_compile_merge_and_inspect(tiny_target_folder, tmp_path, capsys, monkeyp
     for arguments in (
         ["inspect", one],
         ["inspect", both, "--target", "quickstart-target"],
+        ["inspect", both, "--target", "/nowhere"],
         ["merge", one, two, "--output", both],
         ["compile", *given, "--output", one, "--prefix", "0"],
     ):

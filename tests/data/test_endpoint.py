@@ -247,12 +247,13 @@ def test_a_second_interrupt_does_not_wait_for_the_endpoint(tmp_path):
         given = ["--endpoint", url, "--model", "m", "--data", str(data), "--output", str(tmp_path / "out.jsonl")]
         command = [sys.executable, "-m", "shape", "regenerate", *given]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        silent.accept()
-        process.send_signal(signal.SIGTERM)  # processes of a test runner's workers may ignore SIGINT
-        told = next(line for line in process.stderr if "interrupted" in line)
-        assert "answers on their way are waited for and kept" in told and process.poll() is None
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 130
+        connection, _ = silent.accept()
+        with connection:  # open, or else the request fails, and the process ends by itself
+            process.send_signal(signal.SIGTERM)  # processes of a test runner's workers may ignore SIGINT
+            told = next(line for line in process.stderr if "interrupted" in line)
+            assert "answers on their way are waited for and kept" in told and process.poll() is None
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=30) == 130
 
 
 def test_endpoint_failures(server):

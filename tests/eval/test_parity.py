@@ -66,5 +66,8 @@ def test_the_table_says_where_sides_differ(decoder, tmp_path, monkeypatch):
     text = (tmp_path / "out" / "parity.md").read_text()
     assert "| shape | 2 / 3 | 2 / 3 |" in text and "shape.serving.vllm.ShapeProposer" in text
     assert json.loads((tmp_path / "out" / "parity.json").read_text())["methods"]["shape"] == found
+    with pytest.raises(ConfigError, match=r"parity.json holds a measurement with other settings \(max_new_tokens\)"):
+        parity.run(replace(options, max_new_tokens=4))
+    assert parity.run(replace(options, methods=[])) == {"shape": found}  # goes on with what is there
     with pytest.raises(ConfigError, match="hydra is no method here; choose from shape, eagle, medusa, dflash"):
         parity.run(replace(options, methods=["hydra"]))
