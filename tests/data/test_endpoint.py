@@ -253,7 +253,8 @@ def test_a_second_interrupt_does_not_wait_for_the_endpoint(tmp_path):
             told = next(line for line in process.stderr if "interrupted" in line)
             assert "answers on their way are waited for and kept" in told and process.poll() is None
             process.send_signal(signal.SIGTERM)
-            assert process.wait(timeout=30) == 130
+            # At once; by the signal itself where the first one came while the thread that asks was being started.
+            assert process.wait(timeout=30) in (130, -signal.SIGTERM)
 
 
 def test_endpoint_failures(server):
